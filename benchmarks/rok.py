@@ -43,7 +43,7 @@ from infinity.core.nbytes import format_nbytes
 from infinity.core.plan import FOLDER, PLAN, Planning
 from infinity.data.sequences import Batch
 from infinity.observe.metrics import Evaluation, StepReport, View
-from infinity.planner.search import smallest_budget
+from infinity.planner.search import PlanSearch
 from infinity.predict.plan_run import print_line
 from infinity.recipes.loading import load_recipe
 from infinity.recipes.recipe import Recipe, with_values
@@ -192,7 +192,7 @@ def _budgets(folder: Path) -> list[int]:
     if not (folder / FOLDER / PLAN).exists():
         return []
     planning = Planning.load(folder / FOLDER)
-    least = smallest_budget(planning.profile, planning.hardware)
+    least = PlanSearch(planning.profile, planning.hardware).smallest_budget()
     most = planning.kept.peak_nbytes
     return [least + int(share * (most - least)) for share in SHARES] if least < most else []
 

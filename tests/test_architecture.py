@@ -282,12 +282,12 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 #: The most lines of each room. A number rises only in a commit whose body says what left instead.
 ROOM_BUDGETS = {
     "": 647,
-    "activations": 2409,
+    "activations": 2405,
     "api": 4523,
     "app": 2519,
-    "checkpoint": 4196,
+    "checkpoint": 4194,
     "comm": 1220,
-    "core": 2173,
+    "core": 2171,
     "data": 2979,
     "device": 1137,
     "engine": 4430,
@@ -296,8 +296,8 @@ ROOM_BUDGETS = {
     "observe": 994,
     "optim": 2974,
     "partition": 2753,
-    "planner": 2288,
-    "predict": 4997,
+    "planner": 2202,
+    "predict": 4940,
     "recipes": 1805,
     "shards": 4628,
 }

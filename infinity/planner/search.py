@@ -76,11 +76,6 @@ class ChannelTimeline:
         """Return the free bytes before each operator, and of the whole step, ``(operators + 1,)``."""
         return np.concatenate(([0], np.cumsum(self._free)))
 
-    def earliest_end(self, begin: int, nbytes: int) -> int:
-        """Return the first operator that finds ``nbytes`` moved from ``begin`` on; or one beyond the end."""
-        until = self.until()
-        return max(begin, int(np.searchsorted(until, until[begin] + nbytes + self.latency_nbytes)))
-
     def book_from(self, begin: int, nbytes: int) -> None:
         """Book ``nbytes`` as early as possible from operator ``begin`` on.
 
@@ -420,44 +415,31 @@ def plan(profile: Profile, hardware: Hardware, capacity_nbytes: int | None = Non
 
 
 def simple_plan(policy: str, profile: Profile, hardware: Hardware) -> ActivationPlan:
-    """Return the plan of a policy without a budget: keep, offload, recompute, or SSDTrain's (adaptive)."""
-    again = frozenset(block.region for block in profile.blocks if policy == "recompute")
-    lifetimes, last = lifetimes_of(profile, again), -1.0  # the last region whose storages go to NVMe
-    if policy == "offload":  # backward begins with the last block: what that saves stays, as in training
-        last = max((block.region - 1 for block in profile.blocks), default=math.inf)
-    elif policy == "adaptive":
-        last = _last_in_time(profile, lifetimes, hardware)
-    periods = enumerate(lifetimes.periods)
-    places = {i: Place.NVME for i, period in periods if period.is_worth_storing and period.key.region <= last}
-    return with_loads(lifetimes, places, hardware, None, policy)
+    """Return the plan of a policy without a budget: keep, offload, recompute, or adaptive.
 
+    The last stores all of the first blocks, as many as leave in time and make compute wait for no drive.
 
-def _last_in_time(profile: Profile, lifetimes: Lifetimes, hardware: Hardware) -> int:
-    """Return the last block up to which storing makes compute wait for no drive; -1: there is none.
-
-    All up to it is written, and its own activations can be read back, before its backward begins.
-
-    Source: SSDTrain (arXiv:2408.10013), section 3.3.3.
+    Source: SSDTrain (arXiv:2408.10013), section 3.3.3, for that.
     """
-    timelines = channel_timelines(lifetimes.times, hardware, lifetimes.traffic.values())
-    writes, reads = timelines[Channel.NVME_WRITE], timelines[Channel.NVME_READ]
-    written, last = 0, -1
-    for block in sorted(profile.blocks, key=lambda b: b.region):
-        own = [p for p in lifetimes.periods if p.key.region == block.region and p.can_leave]
-        begins = block.backward[0]
-        for period in sorted(own, key=lambda p: p.packed_at):
-            written = max(written, writes.earliest_end(period.packed_at + 1, period.nbytes))
-            writes.book_from(period.packed_at + 1, period.nbytes)
-        nbytes, until = sum(period.nbytes for period in own) + reads.latency_nbytes, reads.until()
-        if written > begins or until[begins] - until[written] < nbytes:
+    again = frozenset(block.region for block in profile.blocks if policy == "recompute")
+    lifetimes, regions = lifetimes_of(profile, again), sorted(block.region for block in profile.blocks)
+
+    def stored_up_to(last: float) -> ActivationPlan:
+        waiting = (i for i, p in enumerate(lifetimes.periods) if p.is_worth_storing and p.key.region <= last)
+        return with_loads(lifetimes, dict.fromkeys(waiting, Place.NVME), hardware, None, policy)
+
+    if policy == "offload":  # backward begins with the last block: what that saves stays, as in training
+        return stored_up_to(max(regions, default=math.inf) - 1)
+    plan = stored_up_to(-1)
+    has_drives = min(hardware.read_bytes_per_s, hardware.write_bytes_per_s) > 0
+    for region in regions if policy == "adaptive" and has_drives else ():
+        more = stored_up_to(region)
+        outcome = Simulator(lifetimes, more, hardware).run()
+        leaves_nbytes = sum(p.nbytes for p in lifetimes.periods if p.is_named and p.key in more.places)
+        if outcome.nbytes_loaded < leaves_nbytes or outcome.stall_s > NEGLIGIBLE * outcome.step_s:
             break
-        last = block.region
-    return last
-
-
-def smallest_budget(profile: Profile, hardware: Hardware) -> int:
-    """Return the smallest budget that :func:`plan` keeps, however slowly."""
-    return PlanSearch(profile, hardware).smallest_budget()
+        plan = more
+    return plan
 
 
 def budget_error(profile: Profile, hardware: Hardware, capacity_nbytes: int) -> BudgetError:

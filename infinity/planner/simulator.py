@@ -110,19 +110,19 @@ class TransferQueues:
         self.rates = (hardware.write_bytes_per_s, hardware.read_bytes_per_s, host, host)
         self._mixed = mixed_rates(hardware)
         self._latency_s, self._delay_s_per_byte = hardware.latency_s, delay_s_per_byte(hardware)
-        self._queues: tuple[deque[_Transfer], ...] = tuple(deque() for _ in Channel)
+        self.queues: tuple[deque[_Transfer], ...] = tuple(deque() for _ in Channel)
         self._moving: list[tuple[int, _Transfer, float]] | None = None  # with its rate; None: has changed
         self._next_s = self._speed = 0.0
 
     def submit(self, channel: Channel, what: object, nbytes: int) -> None:
         """Queue a transfer, which :meth:`advance` returns as ``what`` when it ends."""
-        self._queues[channel].append(_Transfer(what, float(nbytes), self.now_s + self._latency_s))
+        self.queues[channel].append(_Transfer(what, float(nbytes), self.now_s + self._latency_s))
         self._moving = None
 
     def submit_units(self, traffic: Traffic) -> None:
         """Queue the transfers of units before others; see [Note: units go first]."""
         for channel, nbytes in ((_WRITE, traffic.nbytes_written), (_READ, traffic.nbytes_read)):
-            queue = self._queues[channel]
+            queue = self.queues[channel]
             if nbytes and not (queue and queue[0].what is None):
                 queue.appendleft(_Transfer(None, 0.0, self.now_s))
             if nbytes:
@@ -131,19 +131,12 @@ class TransferQueues:
 
     def cancel(self, channel: Channel, what: object) -> bool:
         """Cancel a transfer that waits for another one; False: it is first but for units, so on its way."""
-        queue = self._queues[channel]
+        queue = self.queues[channel]
         for at, transfer in enumerate(queue):
             if transfer.what == what and at > (queue[0].what is None):
                 del queue[at]
                 return True
         return False
-
-    def state(self) -> list[list[tuple[int, float]]]:
-        """Return each channel's queue as bytes left and seconds until they move, rounded to compare."""
-        return [
-            [(round(each.left_nbytes), round(max(0.0, each.ready_s - self.now_s), 9)) for each in queue]
-            for queue in self._queues
-        ]
 
     def speed(self) -> float:
         """Return the speed of compute beside what moves now, at most 1."""
@@ -176,14 +169,14 @@ class TransferQueues:
                 transfer.left_nbytes, self._moving = 0.0, None
                 assert transfer.began_s is not None
                 ended.append((channel, transfer.what, transfer.began_s))
-                self._queues[channel].popleft()
+                self.queues[channel].popleft()
         return ended
 
     def _settle(self) -> list[tuple[int, _Transfer, float]]:
         """Return what moves now at which rate; set the speed of compute, and the time until that changes."""
         moving: list[tuple[int, _Transfer, float]] = []
         next_s, beside, rates = NEVER_S, 0.0, self.rates
-        for channel, queue in enumerate(self._queues):
+        for channel, queue in enumerate(self.queues):
             if queue:
                 first = queue[0]
                 wait_s = first.ready_s - self.now_s
@@ -255,14 +248,6 @@ def play(
             "it was made for another one; plan again"
         )
     return Simulator(lifetimes, plan, hardware, timeline).run()
-
-
-def play_in_detail(
-    profile: Profile, plan: ActivationPlan, hardware: Hardware
-) -> tuple[Outcome, StepTimeline]:
-    """Predict the same as :func:`play`, with a timeline; raises the same errors."""
-    timeline = StepTimeline()
-    return play(profile, plan, hardware, timeline), timeline
 
 
 class _Gauge:

@@ -407,12 +407,6 @@ class ChunkQueue:
     def idle(self) -> bool:
         return not self.jobs and not self.in_flight
 
-    def state(self) -> tuple[object, ...]:
-        """Return what the next decisions depend on, in values that can be compared."""
-        jobs = [(each.name, each.started, each.computed, each.landed) for each in self.jobs]
-        flying = [(each.index, each.stage, each.moving, each.ahead) for each in self.in_flight]
-        return tuple(self._expected), jobs, flying
-
     def expect(self, expected: Iterable[Job]) -> Moves:
         """Expect jobs in this order; forget those that were expected before."""
         self._expected, self._refused = {each.name: each for each in expected}, False

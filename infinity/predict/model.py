@@ -165,11 +165,7 @@ class ModelWithoutValues:
             else:
                 construction.late = self.values
                 with construction:
-                    self.module = (
-                        self._of_checkpoint(path, stored or path, recipe)
-                        if like is None or like.values.base is None
-                        else self._again(path, like, like.values.base, recipe)
-                    )
+                    self.module = self._of_checkpoint(path, stored or path, recipe, like if again else None)
             if recipe.trains_adapters:
                 self.module.requires_grad_(False)
                 for name, task in recipe.tasks.items():
@@ -238,10 +234,23 @@ class ModelWithoutValues:
                     self.notes.append(f"{path} holds no weights: planned as if it had them in {form}")
                 yield folder
 
-    def _of_checkpoint(self, path: Path, stored_in: Path, recipe: Recipe) -> Any:
-        """Build the model of ``path``; its frozen weights are read from files like those in ``stored_in``."""
-        dtype = DTYPES[self.dtype]
-        config, auto_class, given = _config_of(path, recipe)
+    def _of_checkpoint(
+        self, path: Path, stored_in: Path, recipe: Recipe, like: "ModelWithoutValues | None"
+    ) -> Any:
+        """Build the model of ``path``; its frozen weights are read from files like those in ``stored_in``.
+
+        ``like`` has found the sources of its values before.
+        """
+        given = None if is_ours(path) else read_json_object(path / "config.json").get("quantization_config")
+        how, dtype = loaded_as(recipe.train.task, recipe.model), DTYPES[self.dtype]
+        auto_class, new, ignore = (how.pop(key, None) for key in ("auto_class", "new", "ignore"))
+        config = read_config(path, how | ({"quantization_config": None} if isinstance(given, dict) else {}))
+        if like is not None and like.values.base is not None:
+            self.notes += like.notes
+            self.values.sizes = like.values.sizes
+            model = build_model(config, auto_class, dtype)
+            self.values.base = like.values.base.again(model)
+            return model
         if not any(stored_in.glob("*.safetensors")):
             self.notes.append(f"{path} holds no weights: planned from its config.json")
             model = build_model(config, auto_class, dtype)
@@ -253,23 +262,13 @@ class ModelWithoutValues:
                     quantization = read_quantization(stored_in)
                     if quantization is not None:
                         decode_checkpoint(stored, quantization, dtype)
-                    how = loaded_as(recipe.train.task, recipe.model)
-                    self.values.base = CheckpointValues(stored, how["new"], how["ignore"])
+                    self.values.base = CheckpointValues(stored, new, ignore)
                     self.values.base.prepare(model)
                     self.values.sizes = [os.fstat(file.fd).st_size for file in stored.files]
         if isinstance(given, dict) and self.values.base is None:
             method = given.get("quant_method", "by its config")
             note = f"the checkpoint is quantized ({method}): planned as if its weights were {dtype}"
             self.notes.insert(0, note)
-        return model
-
-    def _again(self, path: Path, like: "ModelWithoutValues", base: CheckpointValues, recipe: Recipe) -> Any:
-        """Build the model of ``path`` anew, with the sources of values that ``like`` found."""
-        config, auto_class, _ = _config_of(path, recipe)
-        self.notes += like.notes
-        self.values.sizes = like.values.sizes
-        model = build_model(config, auto_class, DTYPES[self.dtype])
-        self.values.base = base.again(model)
         return model
 
     @contextmanager
@@ -301,16 +300,3 @@ class ModelWithoutValues:
         if self.values.base is not None:
             self.values.base.follow(fakes)
         del before
-
-
-def _config_of(path: Path, recipe: Recipe) -> tuple[Any, Any, object]:
-    """Return the config of the plain model in ``path``, what builds it, and its ``quantization_config``."""
-    given = None if is_ours(path) else read_json_object(path / "config.json").get("quantization_config")
-    plain = {"quantization_config": None} if isinstance(given, dict) else {}
-    how = loaded_as(recipe.train.task, recipe.model)
-    auto_class = how.pop("auto_class", None)
-    return (
-        read_config(path, plain | {key: how[key] for key in how.keys() - {"new", "ignore"}}),
-        auto_class,
-        given,
-    )

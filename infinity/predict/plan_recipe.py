@@ -15,7 +15,7 @@ from infinity.core.files import write_file
 from infinity.core.nbytes import format_nbytes
 from infinity.engine.executor import Dtype
 from infinity.observe.metrics import PredictedStep
-from infinity.planner.search import smallest_budget
+from infinity.planner.search import PlanSearch
 from infinity.predict.best import SPLIT, Best, find_best
 from infinity.predict.changes import changes, gain, ways_to_fit, written
 from infinity.predict.dry_run import DAY_S, DryRun, dry_run
@@ -181,7 +181,7 @@ def _tier_table(run: DryRun) -> Table:
     budget = _size(run.recipe.memory.device or run.division.total)
     least_nbytes = run.trace.peak_nbytes  # of activations, however they are planned
     if run.policy == "plan":
-        least_nbytes = smallest_budget(run.profile, run.channels())
+        least_nbytes = PlanSearch(run.profile, run.channels()).smallest_budget()
     columns = ["tier", "units", "parameters", "needed", "least", "budget", "there"]
     rows = [
         (

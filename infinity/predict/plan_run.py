@@ -32,7 +32,7 @@ from infinity.core.plan import (
 from infinity.planner.lifetimes import lifetimes_of, operator_times
 from infinity.planner.search import plan as make_plan
 from infinity.planner.search import simple_plan
-from infinity.planner.simulator import Interval, Sample, play, play_in_detail
+from infinity.planner.simulator import Interval, Sample, StepTimeline, play
 
 #: Names of the simple policies in the output.
 _SIMPLE = {
@@ -241,8 +241,9 @@ def _size(nbytes: int) -> str:
 def _draw(shown: ShownPlan) -> str:
     """Write the picture; return a line with its path, or with the reason why there is none."""
     profile, plan, hardware = shown.planning.profile, shown.planning.plan, shown.planning.hardware
-    _, kept = play_in_detail(profile, ActivationPlan("keep"), hardware)
-    _, planned = play_in_detail(profile, plan, hardware)
+    kept, planned = StepTimeline(), StepTimeline()
+    play(profile, ActivationPlan("keep"), hardware, kept)
+    play(profile, plan, hardware, planned)
     lanes = {"stall": planned.stalls, "recompute": planned.recomputed, **planned.channels}
     folder = shown.picture.parent
     run = (folder.parent if folder.name == FOLDER else folder).resolve().name

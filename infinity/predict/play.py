@@ -21,8 +21,8 @@ until they repeat, and the last one counts. The first begins with its last micro
 
 [Note: micro-batches that repeat]
 Most micro-batches but the last one have the same plan, often all but the first one or two. They are played
-until one ends in the state in which it began; each further one takes as long. If none of the first few does,
-the last of them is taken to.
+until one takes as long as the one before, with as much waiting and no update under way; each further one
+takes as long, too. If none of the first few does, the last of them is taken to.
 """
 
 from collections.abc import Callable
@@ -323,24 +323,16 @@ class _Player:
 
     def _repeat(self, index: int, times: int) -> None:
         """Play a micro-batch ``times`` times; see [Note: micro-batches that repeat]."""
-        before, most = self._state(), tries(self.script.length + 1)
+        before, most = None, tries(self.script.length + 1)
         for left in reversed(range(times)):
             mark = self._mark()
             self._play_micro_batch(index)
-            after = self._state()
-            if before == after or times - left >= most:
-                self._clock.skip(self._mark().plus(mark, -1.0), left)
+            cost = self._mark().plus(mark, -1.0)
+            now = f"{cost.step_s:.9g} s", self._clock.waiting
+            if (now == before and not self._updates.under_way) or times - left >= most:
+                self._clock.skip(cost, left)
                 return
-            before = after
-
-    def _state(self) -> tuple[object, ...]:
-        """Return the state of memory, channels and updates: if it repeats, the rest of the step does, too."""
-        return (
-            self._memory.state(), self._clock.state(), self._updates.state(), self._arriving,
-            {item: waiting is None for item, waiting in self._coming.items()}, self._staying.copy(),
-            dict(self._gradients), dict(self._sums.here), dict(self._away),
-            tuple(self._sums.away.items()),
-        )  # fmt: skip
+            before = now
 
     def _play_micro_batch(self, index: int) -> None:
         plan, spans, begin = self.script.plan, self._micro_batches[index], index * self.script.length
@@ -532,10 +524,10 @@ class _PlayedUpdates:
         else:
             then()
 
-    def state(self) -> tuple[object, ...]:
-        """Return the state of the queue, the weights that updates keep, and the gradients that wait."""
-        held = [(each.unit, each.gradient_nbytes) for each in self._ready.values()]
-        return self._queue.state(), self.weights.copy(), held
+    @property
+    def under_way(self) -> bool:
+        """Return whether an update goes on, or states are read ahead for one."""
+        return bool(self._queue.jobs) or any(chunk.moving for chunk in self._queue.in_flight)
 
     def _chunks(self, unit: int) -> int:
         most = 1 if self._script.is_long else _CHUNKS

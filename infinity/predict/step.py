@@ -507,10 +507,10 @@ class VirtualClock:
         """Add ``each`` to the account ``times`` times without playing it."""
         self._skipped = self._skipped.plus(each, times)
 
-    def state(self) -> tuple[object, ...]:
-        """Return the transfers and jobs that are under way, rounded so that states can be compared."""
-        jobs = [[each.ready and round(each.left_s, 9) for each in jobs] for jobs in self._jobs.values()]
-        return self._queues.state(), jobs
+    @property
+    def waiting(self) -> list[int]:
+        """Return the numbers of transfers and jobs that have not ended."""
+        return [*map(len, self._queues.queues), *map(len, self._jobs.values())]
 
 
 class DeviceMemory:
@@ -545,6 +545,3 @@ class DeviceMemory:
         """Free the memory of earlier gradients, since the next gradient has begun."""
         self.turn += 1
         self._passing_nbytes = 0
-
-    def state(self) -> tuple[int, int]:
-        return self._leased_nbytes, self._passing_nbytes

@@ -17,10 +17,10 @@ from infinity.activations.tensor_cache import StoreQueue
 from infinity.core.nbytes import Transfer
 from infinity.core.plan import Hardware
 from infinity.engine import runtime as runtime_module
-from infinity.planner.search import smallest_budget
 from infinity.recipes.models import GPT, GPTConfig
 from tests.helpers.cases import few
 from tests.helpers.launch import run_ranks
+from tests.helpers.profiles import smallest_budget
 from tests.helpers.reference import Rule
 from tests.helpers.training import Trained, assert_bitwise, build, optimizer_for, reference, streaming
 

@@ -12,9 +12,8 @@ from rich.console import Console
 
 from benchmarks.rok import SHARES, RokPoint, draw_rok, main, measure_all, rok_table, run_point
 from infinity.core.plan import FOLDER, Planning
-from infinity.planner.search import smallest_budget
 from infinity.recipes.loading import load_recipe
-from tests.helpers.profiles import hardware, transformer
+from tests.helpers.profiles import hardware, smallest_budget, transformer
 from tests.planner.test_planning import planning_for
 
 TINY = """

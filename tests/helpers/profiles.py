@@ -12,6 +12,7 @@ from infinity.core.plan import (
     Hardware,
     Kind,
     Operator,
+    Outcome,
     Phase,
     Profile,
     SlotKey,
@@ -19,8 +20,8 @@ from infinity.core.plan import (
     StorageUse,
     Traffic,
 )
-from infinity.planner.search import smallest_budget
-from infinity.planner.simulator import play
+from infinity.planner.search import PlanSearch
+from infinity.planner.simulator import StepTimeline, play
 
 MIB = 1 << 20
 
@@ -235,3 +236,16 @@ def random_hardware(draw: st.DrawFn) -> Hardware:
     latency_s = draw(st.sampled_from([0.0, 1e-5]))
     per_byte_s = draw(st.sampled_from([0.0, 0.1 / (read + write)]))
     return Hardware(read, write, mixed, draw(rate), latency_s, host_nbytes, per_byte_s)
+
+
+def smallest_budget(profile: Profile, channels: Hardware) -> int:
+    """The smallest budget that a plan keeps, however slowly."""
+    return PlanSearch(profile, channels).smallest_budget()
+
+
+def play_in_detail(
+    profile: Profile, plan: ActivationPlan, channels: Hardware
+) -> tuple[Outcome, StepTimeline]:
+    """What a plan costs, with what happens when."""
+    timeline = StepTimeline()
+    return play(profile, plan, channels, timeline), timeline

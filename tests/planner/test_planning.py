@@ -20,10 +20,10 @@ from infinity.core.plan import (
 )
 from infinity.planner.lifetimes import operator_times
 from infinity.planner.search import plan as make_plan
-from infinity.planner.search import simple_plan, smallest_budget
+from infinity.planner.search import simple_plan
 from infinity.planner.simulator import play
 from infinity.predict.plan_run import plan_rows
-from tests.helpers.profiles import hardware, transformer
+from tests.helpers.profiles import hardware, smallest_budget, transformer
 
 
 def planning_for(profile: Profile, channels: Hardware, budget_nbytes: int | None = None) -> Planning:

@@ -11,15 +11,17 @@ from hypothesis import strategies as st
 from infinity.core.errors import BudgetError
 from infinity.core.plan import ActivationPlan, Hardware, Place, Profile
 from infinity.planner.lifetimes import lifetimes_of
-from infinity.planner.search import plan, simple_plan, smallest_budget
-from infinity.planner.simulator import play, play_in_detail
+from infinity.planner.search import plan, simple_plan
+from infinity.planner.simulator import play
 from tests.helpers.cases import examples, few
 from tests.helpers.profiles import (
     MIB,
     budget_between,
     hardware,
+    play_in_detail,
     random_hardware,
     random_profiles,
+    smallest_budget,
     transformer,
 )
 

@@ -28,8 +28,8 @@ from infinity.planner import simulator
 from infinity.planner.lifetimes import InactivePeriod, least_memory, lifetimes_of
 from infinity.planner.search import plan as make_plan
 from infinity.planner.search import with_loads, within
-from infinity.planner.simulator import Channel, Simulator, StepTimeline, TransferQueues, play, play_in_detail
-from tests.helpers.profiles import hardware, random_hardware, random_profiles, transformer
+from infinity.planner.simulator import Channel, Simulator, StepTimeline, TransferQueues, play
+from tests.helpers.profiles import hardware, play_in_detail, random_hardware, random_profiles, transformer
 
 KEEP = ActivationPlan("keep")
 MADE = (Kind.ACTIVATION, Kind.WORKING)

@@ -13,7 +13,6 @@ from rich.console import Console
 from infinity.cli import main
 from infinity.core.errors import BudgetError, RecipeError
 from infinity.core.plan import FOLDER, Outcome, Planning
-from infinity.planner.search import smallest_budget
 from infinity.predict.plan_run import (
     Alternative,
     PlanRow,
@@ -25,7 +24,7 @@ from infinity.predict.plan_run import (
     plan_table,
     show_plan,
 )
-from tests.helpers.profiles import hardware, transformer
+from tests.helpers.profiles import hardware, smallest_budget, transformer
 from tests.planner.test_planning import planning_for
 
 PROFILE, DRIVE = transformer(layers=3), hardware(1.0)
