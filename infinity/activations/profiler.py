@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from infinity.activations.recompute import in_backward
 from infinity.core.plan import (
@@ -361,7 +360,7 @@ class Profiler(TorchDispatchMode):
 
     def _indices(self, values: Sequence[Any], kind: Kind, name: str) -> tuple[int, ...]:
         find, found = self._recorded.storages.find, dict[int, None]()
-        for leaf in filter(_has_storage, tree_leaves(values)):
+        for leaf in filter(_has_storage, tensors_in(values)):
             weight = kind is Kind.INPUT and isinstance(leaf, nn.Parameter)
             found[find(leaf, Kind.WEIGHT if weight else kind, name)] = None
         return tuple(found)
@@ -391,9 +390,10 @@ class MemoryMeter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        there = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if _has_storage(leaf)}
+        given = filter(_has_storage, tensors_in((args, kwargs)))
+        there = {leaf.untyped_storage()._cdata for leaf in given}
         result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
+        for leaf in tensors_in(result):
             if _has_storage(leaf) and leaf.untyped_storage()._cdata not in there:
                 self._storages.find(leaf, Kind.WORKING, "")
         return result
@@ -407,5 +407,16 @@ class MemoryMeter(TorchDispatchMode):
         return max(itertools.accumulate((nbytes for _, nbytes in sorted(events)), initial=0))
 
 
-def _has_storage(leaf: object) -> bool:
-    return isinstance(leaf, Tensor) and leaf.layout is torch.strided
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in an operator's arguments or results, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from tensors_in(each)
+    elif isinstance(value, dict):
+        yield from tensors_in([*value.values()])
+
+
+def _has_storage(leaf: Tensor) -> bool:
+    return leaf.layout is torch.strided

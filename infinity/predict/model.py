@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from infinity.activations.profiler import tensors_in
 from infinity.activations.recompute import Choice
 from infinity.api.lora import DEFAULT, follow, make_adapters, parameters_by_adapter
 from infinity.checkpoint.directory import Checkpoint, read_json_object
@@ -54,8 +54,7 @@ class _Traffic(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if not func.is_view and func is not torch.ops.prim.device.default:
-            leaves = tree_leaves((args, kwargs, result))
-            self.nbytes += sum(leaf.numel() * leaf.itemsize for leaf in leaves if isinstance(leaf, Tensor))
+            self.nbytes += sum(each.numel() * each.itemsize for each in tensors_in((args, kwargs, result)))
             self.operators += 1
         return result
 

@@ -36,13 +36,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
 from infinity.activations.controller import NamedBlock, recomputable_blocks, tracked
 from infinity.activations.logits import Mode
-from infinity.activations.profiler import Profiler
+from infinity.activations.profiler import Profiler, tensors_in
 from infinity.activations.tensor_cache import LEAST_NBYTES, PassRecord, patched
 from infinity.core.errors import CheckpointError, library_errors
 from infinity.core.plan import Kind, Phase, Profile, SlotKey
@@ -130,8 +129,8 @@ class Record(Profiler):  # type: ignore[no-untyped-call]
         result, kwargs = super().__torch_dispatch__(func, types, args, kwargs), kwargs or {}
         if len(self._recorded.calls) == len(self.rows):
             return result
-        tensors = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
-        given = given_all = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        tensors, given = [*tensors_in(result)], [*tensors_in((args, kwargs))]
+        given_all = given
         if str(func) in _LOOKUPS:
             given = given[1:] + tensors
         elif self.batch.together and func is torch.ops.aten._grouped_mm.default:
