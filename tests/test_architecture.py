@@ -282,7 +282,7 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 #: The most lines of each room. A number rises only in a commit whose body says what left instead.
 ROOM_BUDGETS = {
     "": 647,
-    "activations": 2405,
+    "activations": 2416,
     "api": 4523,
     "app": 2519,
     "checkpoint": 4194,
@@ -297,7 +297,7 @@ ROOM_BUDGETS = {
     "optim": 2974,
     "partition": 2753,
     "planner": 2202,
-    "predict": 4940,
+    "predict": 4938,
     "recipes": 1805,
     "shards": 4628,
 }

@@ -195,7 +195,7 @@ def test_a_step_whose_micro_batches_repeat_takes_what_playing_each_of_them_says(
     cost = play_step(*step)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("infinity.predict.step.takewhile", lambda alike, turns: ())  # none is left out
-        patch.setattr(VirtualClock, "state", lambda self: object())
+        patch.setattr(VirtualClock, "waiting", property(lambda self: object()))
         every = play_step(*step)
     assert cost.step_s == pytest.approx(every.step_s, rel=1e-6)
     assert cost.busy_s == pytest.approx(every.busy_s, rel=1e-6)
