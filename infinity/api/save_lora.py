@@ -26,6 +26,7 @@ from infinity.checkpoint.directory import Stored
 from infinity.checkpoint.load import named_targets
 from infinity.checkpoint.model import build_model
 from infinity.checkpoint.writer import Publication, writing
+from infinity.comm.ranks import all_ranks_or_raise
 from infinity.core.errors import CheckpointError, quiet_libraries
 from infinity.core.files import user_path
 from infinity.engine.runtime import runtime_of
@@ -42,7 +43,7 @@ def save_lora(
     unit of adapters is gathered at a time. With ``per_expert`` adapters of packed experts are those of one
     layer for each expert, as vLLM and SGLang load them, and alphas of single layers are a factor of their
     values; a CheckpointError says that checkpoints of this kind of model have no such layers. With ``ema``
-    they are the average that the optimizer keeps.
+    they are the average that the optimizer keeps. DiskError: a drive failed or is full, on every rank.
     """
     out, known = user_path(directory, "directory"), [*getattr(model, "peft_config", ())]
     if not known:
@@ -53,18 +54,21 @@ def save_lora(
     if name is not None:
         check_adapter(model, name)
     alone = name is not None or known == [DEFAULT]
+    ranks = runtime_of(model).ranks
     with contextlib.ExitStack() as stack:
-        publication = None
-        if runtime_of(model).ranks.rank == 0:
-            publication = stack.enter_context(Publication(out))
+        with all_ranks_or_raise(ranks, f"making {out}"):
+            place = stack.enter_context(Publication(out)) if ranks.rank == 0 else None
         for each in known if name is None else [name]:
             values = _gathered(model, each, ema)
-            if publication is not None:
-                folder = publication.path if alone else publication.path / each
-                folder.mkdir(exist_ok=True)
-                _write(model, values, folder, each, per_expert=per_expert)
-        if publication is not None:
-            publication.publish()
+            with all_ranks_or_raise(ranks, f"writing adapters to {out}"):
+                if place is not None:
+                    folder = place.path if alone else place.path / each
+                    with writing(f"writing adapters to {folder}", folder):
+                        folder.mkdir(exist_ok=True)
+                        _write(model, values, folder, each, per_expert=per_expert)
+        with all_ranks_or_raise(ranks, f"publishing {out}"):
+            if place is not None:
+                place.publish()
 
 
 def _gathered(model: Any, adapter: str, ema: bool) -> dict[str, Tensor]:

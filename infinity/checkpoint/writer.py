@@ -18,6 +18,7 @@ import errno as errno_names
 import glob
 import json
 import os
+import re
 import secrets
 import shutil
 from collections import deque
@@ -30,6 +31,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from infinity.checkpoint.directory import DTYPES, SAFETENSORS
@@ -73,7 +75,7 @@ def check_room(folder: Path, nbytes: int, action: str | None = None) -> None:
 
 @contextmanager
 def writing(action: str, path: Path, nbytes: int = 0) -> Iterator[None]:
-    """Raise errors of the drive as :class:`WriteError`."""
+    """Raise errors of the file system inside, also those of safetensors, as a :class:`WriteError`."""
     try:
         yield
     except WriteError:
@@ -81,6 +83,10 @@ def writing(action: str, path: Path, nbytes: int = 0) -> Iterator[None]:
     except OSError as error:
         where = error.filename2 or error.filename or path
         raise WriteError(error.errno or errno_names.EIO, action, str(where), nbytes=nbytes) from error
+    except SafetensorError as error:
+        if (found := re.search(r"os error (\d+)", str(error))) is None:
+            raise
+        raise WriteError(int(found[1]), action, path, nbytes=nbytes) from error
 
 
 class Publication(AbstractContextManager["Publication"]):

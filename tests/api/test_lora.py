@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import re
+import resource
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,16 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import infinity
-from infinity import BudgetError, CheckpointError, RecipeError, StateError, add_lora, save_lora
+from infinity import (
+    BudgetError,
+    CheckpointError,
+    DiskError,
+    PeerError,
+    RecipeError,
+    StateError,
+    add_lora,
+    save_lora,
+)
 from infinity.app.train import train as train_recipe
 from infinity.core.lifecycle import Tier
 from infinity.engine.runtime import runtime_of
@@ -305,6 +315,27 @@ def test_adding_adapters_moves_no_byte_of_the_base(tmp_path):
         assert engine.nbytes_written <= before[1] + 2 * WEIGHT * adapters
 
 
+@contextlib.contextmanager
+def small_files(nbytes: int = 4096):
+    """Let every file that grows beyond ``nbytes`` be refused, as by a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_adapters_that_find_no_room_leave_nothing_and_say_where(tmp_path):
+    factory, _ = models.build("llama", seed=14)
+    with closing(built(factory, training.recipe("bf16", overrides("host", tmp_path / "run")))) as model:
+        with small_files(), pytest.raises(DiskError, match=r"writing adapters to .*out.* failed: .* free"):
+            save_lora(model, tmp_path / "out")
+        assert not [path.name for path in tmp_path.iterdir() if "out" in path.name]
+        save_lora(model, tmp_path / "out")
+    assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
+
+
 # --- ranks ---------------------------------------------------------------------------------------
 
 
@@ -318,6 +349,24 @@ def rank_trains(folder: str) -> tuple[list[float], dict[str, torch.Tensor], list
         save_lora(model, Path(folder, "saved"))
         homes = [unit.home.tier.name for unit in runtime_of(model).units]
     return out.losses, out.weights, homes
+
+
+def rank_finds_no_room(folder: str) -> str:
+    factory, _ = models.build("llama", seed=14)
+    with closing(built(factory, training.recipe("fp32", overrides("host", folder)))) as model:
+        with small_files(), pytest.raises((DiskError, PeerError)) as raised:
+            save_lora(model, Path(folder, "out"))
+        save_lora(model, Path(folder, "again"))
+    return f"{raised.type.__name__}: {raised.value}"
+
+
+def test_every_rank_learns_that_adapters_found_no_room(tmp_path):
+    first, second = run_ranks(rank_finds_no_room, 2, str(tmp_path))
+    assert first.startswith("WriteError: writing adapters")
+    assert second.startswith("PeerError")
+    assert "writing adapters" in second
+    assert not (tmp_path / "out").exists()
+    assert (tmp_path / "again" / "adapter_config.json").is_file()
 
 
 def test_two_ranks_train_and_save_the_adapters_of_one(tmp_path):
