@@ -14,6 +14,8 @@ next of its size, and the heap grows (https://sourceware.org/bugzilla/show_bug.c
 turned off only before a process starts.
 """
 
+import ctypes
+import functools
 import os
 import random
 import re
@@ -201,6 +203,8 @@ def _current(device: torch.device) -> AbstractContextManager[object]:
 #: Turn that cache off, and another one.
 _TUNABLES = ("glibc.malloc.tcache_count", "glibc.malloc.mxfast")
 _VARIABLE = "GLIBC_TUNABLES"
+#: Free bytes in the heap that stay there.
+_MOST_FREE_NBYTES = 64 * 2**20
 #: Files that drivers of accelerators make; beside an accelerator activations are not in host memory.
 DEVICE_FILES = ("/dev/nvidiactl", "/dev/kfd")
 
@@ -220,6 +224,34 @@ def bound_kernels() -> None:
     shapes, whose kernels would take as much memory as activations. One that is made again takes 0.3 ms.
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
+
+
+def trim_heap() -> None:
+    """Give free memory inside the C library's heap back to the system, if it is much.
+
+    What stays of a block, such as its output, lies where large tensors were freed, and those of the next
+    block no longer fit there: without this the heap grows with every block.
+    """
+    libc = _libc()
+    if libc is not None and libc.mallinfo2().fordblks >= _MOST_FREE_NBYTES:
+        libc.malloc_trim(0)
+
+
+class _HeapInfo(ctypes.Structure):
+    """``struct mallinfo2`` of glibc; ``fordblks`` are free bytes inside the heap."""
+
+    _NAMES = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in _NAMES.split()]
+
+
+@functools.cache
+def _libc() -> Any:
+    """Return glibc; None: the C library has no ``mallinfo2``."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallinfo2"):
+        return None
+    libc.mallinfo2.restype = _HeapInfo
+    return libc
 
 
 def heap_line() -> str:

@@ -39,6 +39,7 @@ from infinity.activations.passing import Passed, Passing
 from infinity.activations.recompute import Unwritten, in_backward, recomputed, untraced
 from infinity.activations.tensor_cache import TensorCache
 from infinity.core.errors import StateError
+from infinity.device.accelerator import trim_heap
 from infinity.engine.expert_blocks import Arguments, Call, ExpertBlock
 from infinity.engine.expert_parts import Share
 from infinity.engine.stand_ins import Calls, called
@@ -434,6 +435,7 @@ def _recomputed(function: Callable[[Any], Any], tree: Any, block: nn.Module) -> 
 
     def call(*leaves: Any) -> Any:
         given, backward = list(leaves), in_backward()
+        trim_heap()  # of the block before
         for place, each in sorted(passed.items(), reverse=backward):  # each brings in what comes after it
             given[place] = each.arrive(leaves[place])
         unwritten = Unwritten([given[place] for place in passed])

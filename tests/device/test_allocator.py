@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -127,6 +128,22 @@ def test_products_of_many_shapes_leave_few_kernels_in_memory():
     if unbounded < 60 * 2**20:
         pytest.skip("nothing is compiled for this CPU")
     assert grown("bounded") < 0.8 * unbounded
+
+
+@pytest.mark.skipif((accelerator.glibc_version() or (0,)) < (2, 33), reason="another C library")
+def test_holes_in_the_heap_are_given_back():
+    def rss():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    large, small = [], []  # torch's, of less than what glibc maps apart
+    for _ in range(1500):
+        large.append(torch.ones(100 * 2**10, dtype=torch.uint8))
+        small.append(torch.ones(64, dtype=torch.uint8))
+    large.clear()
+    before = rss()
+    accelerator.trim_heap()
+    assert before - rss() > 50 * 2**20
+    assert sum(map(torch.sum, small)) == 64 * len(small)
 
 
 # --- the memory of a process -------------------------------------------------------------------------
