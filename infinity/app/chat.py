@@ -16,8 +16,7 @@ from infinity.app.samples import Writer, Writing
 from infinity.app.train import set_threads
 from infinity.comm.ranks import world_size
 from infinity.core.errors import RecipeError
-from infinity.data.templates import Message
-from infinity.data.tokenizer import ASSISTANT, Chat
+from infinity.data.tokenizer import ASSISTANT, Chat, Message
 from infinity.recipes.recipe import Recipe, with_values
 
 

@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 from infinity.core.config import shown
-from infinity.data.templates import Message
-from infinity.data.tokenizer import ASSISTANT, Chat, MalformedError
+from infinity.data.tokenizer import ASSISTANT, Chat, MalformedError, Message
 
 Record: TypeAlias = dict[str, Any]
 

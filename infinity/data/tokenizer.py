@@ -2,16 +2,14 @@
 
 [Note: the assistant's tokens of a chat] If a template marks them (``{% generation %}``), its marks are used.
 Otherwise a turn is the difference between two renderings: the chat up to and including the turn, and the chat
-before it with the template's generation prompt. Where the template writes message by message, both are known
-from one (:mod:`infinity.data.templates`). The tokens that end a turn belong to it, so that a model learns to
-stop.
+before it with the template's generation prompt. The tokens that end a turn belong to it, so that a model
+learns to stop.
 
 [Note: untrusted files] No code of a tokenizer's directory is run, and nothing is downloaded. A file is opened
 only if it is a regular file, of a size that the library can take. A chat template is a program in a sandbox,
 which keeps it from all files.
 """
 
-import functools
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -27,7 +25,6 @@ from infinity.checkpoint.directory import TOKENIZER_FILES, read_json_object
 from infinity.checkpoint.model import check_counts, offline
 from infinity.core.errors import InfinityError, library_errors
 from infinity.core.files import read_file, user_path
-from infinity.data.templates import ChatTemplate, Message
 
 _SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
@@ -40,6 +37,8 @@ _MOST_WORD_CHARS = 2**22
 
 #: The role whose messages count in the loss.
 ASSISTANT = "assistant"
+
+Message = dict[str, Any]
 
 
 class DataError(InfinityError, ValueError):
@@ -162,8 +161,8 @@ class HubTokenizer(Tokenizer):
         with library_errors(DataError, f"data.tokenizer: {path}: {what}"), offline():
             library = self._library = _opened(path)
             self.vocab_size, self.separator = len(library), library.eos_token_id
-            bos = library.bos_token_id
-            self.opening = bos if bos is not None and library("").input_ids[:1] == [bos] else None
+            bos, begins = library.bos_token_id, library("").input_ids[:1]  # no truncation, no padding then
+            self.opening = bos if begins == [bos] else None
             self._array([each for each in (self.opening, self.separator) if each is not None])
             kind, own = type(library), ("__call__", "_encode_plus")
             self._plain = all(
@@ -213,21 +212,6 @@ class HubTokenizer(Tokenizer):
         found = self._library(text, add_special_tokens=False, return_offsets_mapping=fast, verbose=False)
         return SimpleNamespace(ids=found.input_ids, offsets=found.get("offset_mapping"))
 
-    @functools.cached_property
-    def _watched(self) -> ChatTemplate | None:
-        """The chat template, if one rendering may show the turns of a chat."""
-        with suppress(Exception):  # no such template; or of transformers, whose sandbox has no public name
-            from transformers.utils.chat_template_utils import _compile_jinja_template
-
-            template, given = self._template(Chat([], None)), self._library.special_tokens_map
-            if all(
-                type(each) is str
-                for value in given.values()
-                for each in (value if type(value) is list else [value])
-            ):
-                return ChatTemplate(_compile_jinja_template(template).environment, template, given)
-        return None
-
     def encode_question(self, chat: Chat) -> NDArray[Any]:
         self._template(chat)
         with self._rendering(chat):
@@ -271,10 +255,6 @@ class HubTokenizer(Tokenizer):
                 return_assistant_tokens_mask=True, **library.special_tokens_map,
             )  # fmt: skip
             return [Rendered(texts[0], spans[0])]
-        if chat.tools is None and self._watched is not None:
-            with suppress(Exception):  # of the template: it raises again
-                if found := self._watched.ends(chat.messages):
-                    return [_rendered_once(chat.messages, *found)]
 
         def render(messages: Sequence[Message], generation_prompt: bool) -> str:
             text: str = library.apply_chat_template(
@@ -283,16 +263,6 @@ class HubTokenizer(Tokenizer):
             return text
 
         return render_turns(chat.messages, render)
-
-
-def _rendered_once(messages: Sequence[Message], text: str, ends: list[int], prompt: str) -> Rendered:
-    """Return the spans of :func:`render_turns` where each message adds to the text, up to ``ends``."""
-    spans = list[tuple[int, int]]()
-    for number, message in enumerate(messages):
-        if message["role"] == ASSISTANT:
-            begin, end = ends[number - 1] if number else 0, ends[number]
-            spans.append((begin + (_alike(prompt, text[begin:end]) if number else 0), end))
-    return Rendered(text, spans)
 
 
 def open_tokenizer(name: str) -> Tokenizer:

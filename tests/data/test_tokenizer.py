@@ -127,6 +127,17 @@ def test_reasoning_counts_only_in_the_text_that_ends_with_its_turn(tmp_path: Pat
     assert "hm" not in library.decode(second.tokens)
 
 
+def test_a_file_that_cuts_and_pads_texts_cuts_and_pads_none_of_the_data(tmp_path: Path) -> None:
+    library = write_tokenizer(tmp_path)
+    plain = open_tokenizer(str(tmp_path)).encode("a b" * 20)
+    library.backend_tokenizer.enable_truncation(8)
+    library.backend_tokenizer.enable_padding(length=12)
+    library.bos_token = None
+    library.save_pretrained(str(tmp_path))
+    assert json.loads((tmp_path / "tokenizer.json").read_text())["truncation"]["max_length"] == 8
+    assert open_tokenizer(str(tmp_path)).encode("a b" * 20).tolist() == plain.tolist()
+
+
 def test_an_error_of_the_template_makes_the_line_malformed(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, chat_template="{{ raise_exception('roles must alternate') }}")
     with pytest.raises(MalformedError, match="the chat template rejects it: roles must alternate"):
