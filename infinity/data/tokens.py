@@ -123,7 +123,7 @@ class TokenCache:
 
     def sweep(self) -> None:
         """Remove what killed runs have left: what they wrote or removed, and parts that have aged."""
-        for path in self.folder.glob("*.*"):
+        for path in self.folder.glob("[0-9a-f]" * 32 + ".*"):  # and nothing else that is there
             with suppress(OSError), ExitStack() as stack:  # LockedError: it is in use
                 aged = time.time() - path.stat().st_mtime > _MOST_AGE_S
                 if (

@@ -318,16 +318,20 @@ def test_what_killed_runs_have_left_in_the_cache_is_removed(tmp_path: Path) -> N
     cache = TokenCache(folder=tmp_path / "cache", tokenizer=BytesTokenizer())
     cache.open([Source(tmp_path / "a.txt")])
     whole = {path.name for path in cache.folder.iterdir()}
-    for name in ("a.partial", "b.123", "c.part", "d.part", "e.partial"):
+    a, b, c, d, e = (each * 32 for each in "abcde")
+    others = {"chats.2024", "run.partial", "words.part"}  # the user's own
+    for name in (f"{a}.partial", f"{b}.123", f"{c}.part", f"{d}.part", f"{e}.partial", *others):
         (cache.folder / name).mkdir()
         (cache.folder / name / "tokens").write_text("x")
-    os.utime(cache.folder / "c.part", (0, 0))  # a run that goes on may want the newer one
-    writing = lock_file(cache.folder / "e.lock")
+    for name in (f"{c}.part", "words.part"):
+        os.utime(cache.folder / name, (0, 0))  # a run that goes on may want newer ones
+    whole |= {*others, f"{d}.part"}
+    writing = lock_file(cache.folder / f"{e}.lock")
     cache.sweep()
-    assert {path.name for path in cache.folder.iterdir()} == whole | {"d.part", "e.partial", "e.lock"}
+    assert {path.name for path in cache.folder.iterdir()} == whole | {f"{e}.partial", f"{e}.lock"}
     os.close(writing)
     cache.sweep()
-    assert {path.name for path in cache.folder.iterdir()} == whole | {"d.part"}
+    assert {path.name for path in cache.folder.iterdir()} == whole
 
 
 def test_there_are_as_many_helpers_as_free_memory_holds(
