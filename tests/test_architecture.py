@@ -283,7 +283,7 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 ROOM_BUDGETS = {
     "": 647,
     "activations": 2416,
-    "api": 4527,
+    "api": 4530,
     "app": 2518,
     "checkpoint": 4200,
     "comm": 1220,
@@ -294,12 +294,12 @@ ROOM_BUDGETS = {
     "integrations": 713,
     "nvme": 1199,
     "observe": 994,
-    "optim": 2974,
+    "optim": 2976,
     "partition": 2753,
     "planner": 2202,
     "predict": 4938,
     "recipes": 1805,
-    "shards": 4628,
+    "shards": 4637,
 }
 
 

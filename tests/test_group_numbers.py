@@ -75,7 +75,10 @@ def test_a_scheduler_that_makes_a_rate_negative_is_stopped(tmp_path):
 
 @pytest.mark.parametrize(
     ("wrong", "error"),
-    [("step", StateError), ("fraction", StateError), ("rank", SettingError), ("scaler", StateError)],
+    [
+        *(("step", StateError), ("fraction", StateError), ("no step", StateError), ("no tensor", StateError)),
+        *(("rank", SettingError), ("matrix", SettingError), ("scaler", StateError)),
+    ],
 )
 def test_a_dictionary_that_is_wrong_anywhere_changes_nothing(tmp_path, wrong, error):
     model, optimizer = begin(tmp_path, "host", dtype="fp16", name="galore", rank=4)
@@ -90,16 +93,35 @@ def test_a_dictionary_that_is_wrong_anywhere_changes_nothing(tmp_path, wrong, er
             given["state"][last]["step"] = "many"
         case "fraction":
             given["state"][last]["step"] = torch.tensor(1.5)
+        case "no step":
+            del given["state"][last]["step"]
+        case "no tensor":
+            given["state"][last]["exp_avg"] = 0.0
         case "rank":
             given["param_groups"][-1]["rank"] = 3
+        case "matrix":
+            given["param_groups"][0]["matrix"] = False
         case "scaler":
             given["loss_scaler"] = {"scale": "large", "good_steps": 0}
-    with pytest.raises(error, match="scaler" if wrong == "scaler" else wrong if wrong == "rank" else "step"):
+    with pytest.raises(error, match={"fraction": "step is", "no step": "step is None"}.get(wrong, wrong)):
         optimizer.load_state_dict(given)
     assert (optimizer.param_groups[0]["lr"], optimizer.scaler.scale) == (numbers, scale)
     assert same(before, state(model, optimizer))
     run(model, optimizer, range(2, 3))
     optimizer.close()
+
+
+@pytest.mark.parametrize("name", ["adafactor", "soap"])
+def test_a_group_may_have_numbers_of_another_rule(tmp_path, name):
+    found = []
+    for more in ({}, {"parts": 2, **({"matrix": False} if name == "adafactor" else {})}):
+        model, optimizer = begin(tmp_path, "host", name=name)
+        for group in optimizer.param_groups:
+            group |= more
+        run(model, optimizer, range(2))
+        found.append(state(model, optimizer))
+        optimizer.close()
+    assert same(*found)
 
 
 class Filtered(nn.Module):

@@ -20,7 +20,7 @@ from infinity.optim.rule import Place
 from infinity.optim.rules import HostRule, find_rule
 from infinity.optim.state import Moment, master_of, store_master
 from tests.helpers.cases import few
-from tests.helpers.launch import run_ranks
+from tests.helpers.launch import run_ranks, several
 from tests.helpers.training import small_units
 
 VOCABULARY, HIDDEN = 80, 48
@@ -295,6 +295,39 @@ def test_what_is_kept_of_matrices_is_with_its_owner_and_goes_on_with_other_ranks
         assert max(held) < 1.5 * whole / ranks
     assert went == losses
     assert same(done[0][1], final)
+
+
+def thaw(folder: str, steps: int, when: str) -> dict[str, Tensor]:
+    """States after so many steps; a group has more parameters from the third on, or before it goes on."""
+    recipe = infinity.load_recipe(overrides=[*place(folder, "nvme"), "train.dtype=fp32"])
+    with small_units(), infinity.Init(recipe):
+        model = Net()
+    more, *groups = ([*model.parameters()][part] for part in (slice(2), slice(2, 9), slice(9, None)))
+    groups[0] += more if when == "made" else []
+    params = [{"params": groups[0]}, {"params": groups[1], "lr": 0.01}]
+    optimizer = infinity.optim.Adafactor(model, lr=0.02, params=params)
+    optimizer.param_groups[0]["params"] += more if when == "appended" else []
+    start = infinity.resume(model, optimizer)
+    run(model, optimizer, range(start, 2))
+    optimizer.param_groups[0]["params"] += more if when == "later" else []
+    run(model, optimizer, range(max(2, start), steps))
+    found = state(model, optimizer)
+    optimizer.synchronize()
+    infinity.close(model, keep=True)
+    return found
+
+
+def thaw_otherwise(folder: str) -> None:
+    with pytest.raises(StateError, match="same parameters in the same order"):
+        thaw(folder, 4, "made")
+
+
+def test_what_is_kept_of_parameters_that_came_later_goes_on_or_is_missed(tmp_path):
+    plain = thaw(str(tmp_path / "plain"), 5, "later")
+    thaw(str(tmp_path / "one"), 3, "later")
+    assert same(plain, thaw(str(tmp_path / "one"), 5, "appended"))
+    two = str(tmp_path / "two")
+    run_ranks(several, 2, (thaw, two, 3, "later"), (thaw_otherwise, two))
 
 
 def save(folder: str, name: str) -> dict[str, Tensor]:

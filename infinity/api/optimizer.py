@@ -313,7 +313,7 @@ class Optimizer(torch.optim.Optimizer):
         state |= {"follow": follow, "steps": self.steps, "rule": self.rule.name}
         sums, params = self.runtime.executor().updates.hypers.sums, self._params()
         state["kept"] = {self._name_of(p): [*sums.was[id(p)][0]] for p in params if id(p) in sums.was}
-        state["sums"] = {i: sums.own(p) for i, p in enumerate(params) if sums.owners.get(id(p))}
+        state["sums"] = {self._name_of(p): sums.own(p) for p in params if sums.owners.get(id(p))}
         if self.scaler is not None:
             state["loss_scaler"] = self.scaler.state_dict()
 
@@ -329,12 +329,12 @@ class Optimizer(torch.optim.Optimizer):
 
         On several ranks every one must call, and rank 0 gets the values.
         """
-        sums = self.runtime.executor().updates.hypers.sums
+        sums = self._hold_sums().updates.hypers.sums
         return {i: sums.whole(p) for i, p in enumerate(self._params()) if sums.owners.get(id(p))}
 
     def load_sums(self, found: Mapping[int, Mapping[str, Tensor]]) -> None:
         """Replace :attr:`sums`, given by ``id`` of the parameter; others begin at zero."""
-        sums = self.runtime.executor().updates.hypers.sums
+        sums = self._hold_sums().updates.hypers.sums
         sums.load({key: [(range(len(sums.owners.get(key, ()))), each)] for key, each in found.items()})
 
     def _written_buffers(self) -> dict[str, Tensor]:
@@ -384,11 +384,11 @@ class Optimizer(torch.optim.Optimizer):
         adapters_of(self.model).generators |= state.get("adapters", {})  # older versions did not write them
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update(saved)
-        sums, params = self.runtime.executor().updates.hypers.sums, self._params()
-        parts = dict[int, list[Any]]()  # by id of the parameter
-        for i, part in (each for of in (state, *others) for each in of["sums"].items()):
-            parts.setdefault(id(params[i]), []).append(part)
-        sums.load(parts)
+        ids = {self._name_of(param): id(param) for param in self._params()}
+        parts = dict[int | None, list[Any]]()
+        for name, part in (each for of in (state, *others) for each in of["sums"].items()):
+            parts.setdefault(ids.get(name), []).append(part)
+        self._hold_sums().updates.hypers.sums.load(parts)
         self.steps = state["steps"]
         if self.scaler is not None and "loss_scaler" in state:
             self.scaler.load_state_dict(state["loss_scaler"])
@@ -490,13 +490,16 @@ class Optimizer(torch.optim.Optimizer):
             lambda i: exact()[id(params[i])]["master"],
         )  # fmt: skip
         fields = {id(p): state[i] for i, p in enumerate(params) if i in state}
+        sums = self.runtime.executor().updates.hypers.sums
         for own, group in zip(self.param_groups, groups, strict=True):
             check_group(self.rule, {**group, "params": own["params"]}, self._places)
+            for segment in (each for param in own["params"] for each in self._places(param)):
+                sums.check(group, segment, loads=True)
         if self.scaler is not None and "loss_scaler" in state_dict:
             with library_errors(StateError, "the loss_scaler of the state cannot be loaded"):
                 LossScaler(1.0).load_state_dict(state_dict["loss_scaler"])
         with uninterrupted:
-            self.runtime.executor().updates.hypers.sums.was.clear()  # states come with the numbers
+            sums.was.clear()  # states come with the numbers
             super().load_state_dict({"state": {}, "param_groups": [*groups]})
             self._connect()
             self.load_sums(fields)

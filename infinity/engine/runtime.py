@@ -284,7 +284,7 @@ class Runtime:
     def touch(self, param: nn.Parameter, siblings: Mapping[str, nn.Parameter | None]) -> None:
         if self.construction.active:
             self.construction.touch(param, siblings)
-        else:
+        elif not self.resuming:  # else it has no values yet, and may be frozen, or given to the optimizer
             with uninterrupted:
                 self.executor().hooks.touch(param)
 

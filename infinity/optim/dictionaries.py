@@ -52,8 +52,9 @@ def fitted(
     note = None
     if RULE not in packed:
         packed, note = translated(rule, packed, [_shapes(rule, param) for param in params], groups, weights)
-    # SGD's has no counts.
-    state = {i: {"step": 1, **_plain(each, rule)} for i, each in packed["state"].items()}
+    # torch's SGD has no counts.
+    counted = {} if RULE in packed else {"step": 1}
+    state = {i: counted | _plain(each, rule) for i, each in packed["state"].items()}
     saved = packed["param_groups"]
     if EMA in rule.defaults:
         saved = [{EMA: groups[0][EMA], **group} for group in saved]
@@ -139,16 +140,16 @@ def _shapes(rule: Rule, param: Parameter) -> dict[str, Sequence[int]]:
 
 
 def _check_state(rule: Rule, i: int, each: Mapping[str, Any], param: Parameter) -> None:
-    shapes, step = _shapes(rule, param), each["step"]
+    shapes, step = _shapes(rule, param), each.get("step")
     if not is_number(step, Valid(least=0)) or step % 1:
         raise StateError(
             f"optimizer state of parameter {i}: step is {step!r}; wanted a whole number from 0 on; nothing "
             "was loaded"
         )
     for name, shape in (shapes | ({"master": param.shape} if "master" in each else {})).items():
-        got = tuple(each[name].shape) if name in each else None
-        if got != tuple(shape):
-            how = "is missing" if got is None else f"has shape {got}"
+        got = getattr(each.get(name), "shape", None)
+        if got is None or tuple(got) != tuple(shape):
+            how = f"has shape {tuple(got)}" if got else "is missing" if name not in each else "is no tensor"
             raise StateError(
                 f"optimizer state of parameter {i}: {name} {how}; wanted {tuple(shape)}, from "
                 f"{rule.name} on the same parameters in the same order"

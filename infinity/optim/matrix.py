@@ -67,7 +67,7 @@ class WholeRule(Rule):
         return {}
 
     def sums(self, shape: Sequence[int], group: Group | None = None) -> Mapping[str, Sequence[int]]:
-        if len(shape) < 2 or not (group or self.defaults).get(MATRIX, True):
+        if len(shape) < 2 or (MATRIX in self.defaults and not (group or self.defaults)[MATRIX]):
             return dict.fromkeys(self.of_vectors, Size(shape))
         packed, (_, rows, columns) = shape[:1] if len(shape) == 3 else (), matrices_of(shape)
         return {name: Size((*packed, *of)) for name, of in self.spaces(rows, columns).items()}
@@ -107,7 +107,8 @@ class WholeRule(Rule):
             )  # fmt: skip
 
     def way(self, group: Group, start: int, shape: Sequence[int], kept: Kept | None = None) -> Way:
-        (count, rows, columns), parts = matrices_of(shape), int(group.get(PARTS, 1))
+        (count, rows, columns) = matrices_of(shape)
+        parts = int(group[PARTS]) if PARTS in self.defaults else 1
         count, rows = count * parts, rows // parts
         places = []
         for number in range(count):

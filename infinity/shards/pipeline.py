@@ -134,11 +134,14 @@ class Sums:
             flat = iter(torch.split(lease.tensor[: 4 * sum(sizes)].zero_().view(torch.float32), sizes))
         self._of |= {k: {n: next(flat).view(of) for n, of in each.items()} for k, each in shapes.items()}
 
-    def check(self, group: Group, segment: Segment) -> None:
-        """Raise a SettingError if a group's numbers have changed what is kept of a parameter."""
+    def check(self, group: Group, segment: Segment, *, loads: bool = False) -> None:
+        """Raise a SettingError if a group's numbers change what is kept of a parameter.
+
+        With numbers that it ``loads`` come moments of elements, of any names.
+        """
         shape = segment.whole_shape
         now = self._rule.kept(group, shape), self._rule.sums(shape, group)
-        if self.was.get(id(segment.whole), now) != now:
+        if self.was.get(id(segment.whole), now)[loads:] != now[loads:]:
             name = MATRIX if MATRIX in group else "param_groups"
             raise SettingError(
                 name, group.get(name), f"as it was when the optimizer was made or loaded, since states of "
@@ -184,13 +187,19 @@ class Sums:
                 found[name].view(len(owners), numel)[places] = values.view(len(places), numel)
         return found
 
-    def load(self, found: Mapping[int, Iterable[Part]]) -> None:
-        """Replace what is kept, by id of the parameter; where no part has it, it becomes zero."""
+    def load(self, found: Mapping[int | None, Sequence[Part]]) -> None:
+        """Replace what is kept, by id of the parameter; where it has no parts, it becomes zero."""
         for key, kept in self._of.items():
             own = {place: row for row, place in enumerate(self._places(key, self._ranks.rank))}
+            parts = found.get(key, ())
+            if parts and not own.keys() <= {place for places, _ in parts for place in places}:
+                raise StateError(
+                    "other ranks kept what the rule keeps of matrices in the interrupted run: make parameter "
+                    "groups with the same parameters in the same order, or go on with another number of ranks"
+                )
             for name, values in kept.items():
                 values.zero_()
-                for places, given in found.get(key, ()):
+                for places, given in parts:
                     rows = given[name].reshape(len(places), *values.shape[1:])
                     for place, row in zip(places, rows, strict=True):
                         if place in own:

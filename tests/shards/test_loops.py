@@ -133,6 +133,7 @@ class Thawing(Loop):
     def freeze(self, step: int) -> None:
         for number, block in enumerate(self.model.blocks):
             block.requires_grad_(number <= step)
+        self.model.blocks[2][0].bias.requires_grad_(False)  # as an attribute, before its values are there
 
     def groups(self) -> list[dict[str, Any]]:
         return [{"params": list(self.model.parameters())}]
