@@ -59,7 +59,7 @@ def saved_tensors(model: nn.Module, named: Mapping[str, Tensor]) -> list[SavedTe
     """Return the tensors that a directory of ``model`` holds, without values.
 
     ``named`` are parameters and persistent buffers under all their names. Of layers that are alike but for
-    their number one is converted. Raises a CheckpointError if some are shared in a way that the model does
+    their number one is traced. Raises a CheckpointError if some are shared in a way that the model does
     not declare, or the model has adapters.
     """
     if hasattr(model, "peft_config"):
@@ -68,16 +68,22 @@ def saved_tensors(model: nn.Module, named: Mapping[str, Tensor]) -> list[SavedTe
             "with infinity.save_lora"
         )
     layers: dict[str, dict[str, Tensor]] = {}  # by what their names begin with, up to their number
-    for name in _without_aliases(model, named):
+    names = _without_aliases(model, named)
+    for name in names:
         layer = layer_of(name)
         layers.setdefault(name.partition(layer)[0] + layer if layer else "", {})[name] = named[name]
     saved, traced = list[SavedTensor](), dict[object, list[SavedTensor]]()
     for own in layers.values():
         layer = layer_of(next(iter(own)))
         alike = tuple((without_layer(name, layer), each.shape, each.dtype) for name, each in own.items())
+        if is_transformers(model):  # a key may have another number, or none
+            made = _reverted(model, {n: torch.empty_like(each, device="meta") for n, each in own.items()})
+            alike += tuple((without_layer(key, layer), each.shape, each.dtype) for key, each in made.items())
         if alike not in traced:
             traced[alike] = _trace(model, own, layer)
         saved += [item.of_layer(layer) for item in traced[alike]]
+    if len({item.spec.key for item in saved}) < len(saved):  # a tensor is made of several layers
+        return _trace(model, {name: named[name] for name in names}, "")
     return saved
 
 

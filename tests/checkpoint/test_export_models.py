@@ -165,6 +165,33 @@ def test_weights_that_are_transposed_on_saving_are_converted_group_by_group(
     assert_as_saved(tmp_path / "out", plain, tmp_path / "plain")
 
 
+def test_keys_without_the_number_of_a_layer_or_of_several_layers_are_those_of_plain_saving(
+    tmp_path: Path,
+) -> None:
+    from transformers.core_model_loading import Chunk, WeightConverter, WeightRenaming
+
+    def numbered(model: Any) -> None:
+        both = [f"model.layers.{i}.mlp.up_proj.weight" for i in (0, 1)]
+        model._weight_conversions = [
+            WeightRenaming(r"norms\.(\d+)", r"layers.\1.input_layernorm.weight"),  # at the end
+            WeightRenaming("first_norm", "layers.0.post_attention_layernorm"),
+            WeightRenaming(r"layers\.3\.out", "layers.1.self_attn.o_proj"),
+            WeightConverter("model.up", both, [Chunk(0)]),
+        ]
+
+    factory, _ = models.build("llama", seed=6)
+    with sharded(factory, ["memory.host=256MiB"]) as model:
+        numbered(model)
+        infinity.export(model, tmp_path / "out", max_shard_nbytes=SMALL_FILES)
+        assert_equal(streamed(model), tensors_of(tmp_path / "out"))
+        values = infinity.state_dict(model)
+    plain = plain_twin(factory, values)
+    numbered(plain)
+    keys = {"model.norms.2", "model.first_norm.weight", "model.layers.3.out.weight", "model.up"}
+    assert keys < tensors_of(tmp_path / "out").keys()
+    assert_as_saved(tmp_path / "out", plain, tmp_path / "plain")
+
+
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "deepseek_v3"])
 def test_experts_are_exported_without_gathering_a_unit_and_streamed_with_one(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
