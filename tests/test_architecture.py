@@ -285,7 +285,7 @@ ROOM_BUDGETS = {
     "activations": 2416,
     "api": 4536,
     "app": 2518,
-    "checkpoint": 4200,
+    "checkpoint": 4202,
     "comm": 1220,
     "core": 2171,
     "data": 2806,

@@ -245,7 +245,9 @@ def _write_tensors(
                 on_progress("quantizing", writer.nbytes, nbytes)
 
         copied = list(form.others[mine])
-        for key, tensor in list(form.items())[mine]:
+        order: dict[str | None, int] = {key: at for at, key in enumerate(values)}
+        # As the values come: those that are made of one tensor are made once.
+        for key, tensor in sorted([*form.items()][mine], key=lambda each: order.get(sources[each[0]], -1)):
             source = sources[key]
             if source is None:
                 copied += _stored_parts(tensor)

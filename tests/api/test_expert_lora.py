@@ -384,6 +384,19 @@ def test_adapters_of_experts_are_merged_from_files_to_files_as_peft_merges_them(
             assert torch.equal(ours[name], value), name
 
 
+def test_adapters_of_experts_are_read_once_when_the_merged_model_is_stored_quantized(tmp_path, monkeypatch):
+    make("Qwen3Moe").save_pretrained(tmp_path / "base")
+    infinity.quantize(tmp_path / "base", tmp_path / "like", "fp8")
+    with closing(built("Qwen3Moe", streaming(tmp_path / "nvme"))) as model:
+        save_lora(model, tmp_path / "adapters")
+        packed = sum(name.endswith("_proj") for name, _ in model.named_parameters() if "experts" in name)
+    made, read = [], merging._factors_of_experts
+    monkeypatch.setattr(merging, "_factors_of_experts", lambda *given: made.append(given) or read(*given))
+    with merging.MergedModel(tmp_path / "base", tmp_path / "adapters") as merged:
+        merging.merge(merged, tmp_path / "out", stored_as=tmp_path / "like")
+    assert len(made) == packed > 1
+
+
 # --- what is read --------------------------------------------------------------------------------
 
 
