@@ -290,7 +290,7 @@ ROOM_BUDGETS = {
     "core": 2171,
     "data": 2806,
     "device": 1169,
-    "engine": 4432,
+    "engine": 4434,
     "integrations": 713,
     "nvme": 1199,
     "observe": 994,

@@ -55,7 +55,7 @@ _OF_ZERO_GRAD = "requires_grad_", "zero_"
 class ReleasedGradient(torch.Tensor):
     """Stands in for ``p.grad`` while the gradient is in its unit: has its shape; any operation raises."""
 
-    is_spent = False  # by a step: it may be set to zero
+    is_spent = False  # by a step, or nothing has come: it may be set to zero
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
@@ -113,7 +113,7 @@ class AwaitedGradient(ReleasedGradient):
         made: AwaitedGradient = torch.Tensor._make_wrapper_subclass(
             cls, grad.shape, dtype=grad.dtype, device=grad.device
         )
-        made.param, made.arrived = param, arrived
+        made.param, made.arrived, made.is_spent = param, arrived, True
         return made
 
     @classmethod
@@ -126,7 +126,9 @@ class AwaitedGradient(ReleasedGradient):
             awaited.arrived(awaited.param, args[1])
             if func is _ADDS[0]:
                 return awaited
-            return cls.of(awaited, awaited.param, awaited.arrived)  # create_graph gives it the sum's graph
+            summed = cls.of(awaited, awaited.param, awaited.arrived)  # create_graph gives it the sum's graph
+            summed.is_spent = False
+            return summed
 
 
 _ADDS = torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor
@@ -245,11 +247,11 @@ class Accumulation:
     def unseen(self, received: Container[int]) -> list[tuple[Segment, Tensor]]:
         """Take the gradients that autograd left in ``p.grad``; where one was ``received`` it was replaced."""
         kinds, found = (type(None), AwaitedGradient, ReleasedGradient), list[tuple[Segment, Tensor]]()
-        for segment in self._trained:
+        for segment in (each for unit in self.units for each in unit.trainable):  # also since the forward
             grad = segment.param.grad
             if type(grad) not in kinds and id(segment.param) not in received:
                 assert grad is not None
-                self._await(segment.param)
+                self._await(segment.param).is_spent = False
                 found.append((segment, grad))
         return found
 

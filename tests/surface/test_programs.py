@@ -285,3 +285,40 @@ def test_a_gradient_that_is_replaced_inside_backward_is_refused_by_name(tmp_path
             step()
 
     train("host", tmp_path, program)
+
+
+@pytest.mark.parametrize("where", ["host", "nvme"])
+def test_gradients_may_be_set_to_zero_until_one_has_come(tmp_path: Path, where: str) -> None:
+    def program(model: Any, step: Callable[[], object]) -> None:
+        ours = hasattr(model, "optimizer")
+        for number in range(3):
+            loss = LOSSES["scaled"](model, number)
+            model.zero_grad(set_to_none=False)
+            loss.backward()
+            if ours and number == 1:
+                with pytest.raises(StateError, match=r"on a parameter's \.grad"):
+                    model.zero_grad(set_to_none=False)
+            step()
+            if ours:
+                model.optimizer.zero_grad()
+                with infinity.no_sync(model):  # no module tells of this one
+                    (model.scale - 3).pow(2).backward()
+                with pytest.raises(StateError, match=r"on a parameter's \.grad"):
+                    model.scale.grad.zero_()
+                model.optimizer.zero_grad()
+
+    check(where, tmp_path, program)
+
+
+@pytest.mark.parametrize("where", ["host", "nvme"])
+def test_a_weight_that_trains_since_the_forward_pass_has_its_gradient(tmp_path: Path, where: str) -> None:
+    def program(model: Any, step: Callable[[], object]) -> None:
+        weight = model.blocks[1][0].weight
+        for number in range(3):
+            weight.requires_grad_(False)
+            loss = square(model, number)
+            weight.requires_grad_(True)
+            (loss + (weight - 3).pow(2).mean()).backward()
+            step()
+
+    check(where, tmp_path, program)
