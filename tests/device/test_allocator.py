@@ -130,9 +130,10 @@ def test_products_of_many_shapes_leave_few_kernels_in_memory():
     assert grown("bounded") < 0.8 * unbounded
 
 
-@pytest.mark.skipif((accelerator.glibc_version() or (0,)) < (2, 33), reason="another C library")
-def test_holes_in_the_heap_are_given_back():
-    def rss():
+def holes_given_back() -> int:
+    """Make holes in the heap, and return how many bytes of them go back."""
+
+    def rss() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
     large, small = [], []  # torch's, of less than what glibc maps apart
@@ -142,8 +143,18 @@ def test_holes_in_the_heap_are_given_back():
     large.clear()
     before = rss()
     accelerator.trim_heap()
-    assert before - rss() > 50 * 2**20
     assert sum(map(torch.sum, small)) == 64 * len(small)
+    return before - rss()
+
+
+@pytest.mark.skipif((accelerator.glibc_version() or (0,)) < (2, 33), reason="another C library")
+def test_holes_in_the_heap_are_given_back():
+    # A process that was refused memory once, as this one may have been, allocates elsewhere from then on.
+    script = f"from {__name__} import holes_given_back; print(holes_given_back())"
+    ended = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True, timeout=HANG_S
+    )
+    assert int(ended.stdout) > 50 * 2**20
 
 
 # --- the memory of a process -------------------------------------------------------------------------
