@@ -119,6 +119,24 @@ def test_units_that_no_device_memory_is_left_for_travel_in_smaller_tiles(
     assert effect.without.startswith("does not fit: ")
 
 
+def test_a_schedule_gets_the_tiles_that_it_needs_where_a_slower_one_fits_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_TILES", ("64KiB",))
+    sizes = ["model.n_layers=4", "model.d_model=256", "model.n_heads=4", "train.batch_size=1"]
+    recipe = given(*sizes, "train.accumulate=8", "partition.tile=never")
+    small = machine("hgx-h100", "devices.memory=1032MiB")
+    recipe = with_keys(recipe, small, {"memory.host": 2**26})[0]
+    step = find_best(recipe, small, 1, {"train.schedule", "partition.tile"})
+    layered = with_keys(recipe, small, {"train.schedule": "layer"})[0]
+    with pytest.raises(BudgetError):
+        find_best(layered, small, 1, {"train.schedule", "partition.tile"}, fixed_stay=True)
+    best = find_best(recipe, small, 1, set())
+    assert best.planned.recipe.train.schedule == "layer"
+    assert best.planned.recipe.partition.tile == "64KiB"
+    assert best.planned.tokens_per_s > 1.5 * step.planned.tokens_per_s
+
+
 def test_drives_that_hold_one_version_only_get_one_and_it_is_said() -> None:
     recipe = given("train.batch_size=1")
     needed = dry_run(recipe, machine(), 1).disk_nbytes()
