@@ -25,7 +25,7 @@ EXEMPT = {
     "device/memory.py _unlock_pages": "only of a model that was dropped; test_device.py shows it",
     "device/memory.py Pool._await_lease": "without it the thread looks again and again",
     "device/memory.py DevicePool.unmap_leased": "only training that has failed leaves leases",
-    "engine/gradients.py GradientPath._show: total.lease.record_use (1)": "only of gradients that are watched",
+    "engine/gradients.py GradientPath._show: total.lease.record_use (1)": "only of watched gradients",
     "nvme/engines/gds_engine.py": "needs GPUDirect Storage",
     "partition/mover.py UnitMover._decode: stored.lease.record_use (1)": (
         "only of tiles that are not used; test_device.py shows it"
