@@ -141,7 +141,7 @@ def _shapes(rule: Rule, param: Parameter) -> dict[str, Sequence[int]]:
 
 def _check_state(rule: Rule, i: int, each: Mapping[str, Any], param: Parameter) -> None:
     shapes, step = _shapes(rule, param), each.get("step")
-    if not is_number(step, Valid(least=0)) or step % 1:
+    if step is None or not is_number(step, Valid(least=0)) or step % 1:
         raise StateError(
             f"optimizer state of parameter {i}: step is {step!r}; wanted a whole number from 0 on; nothing "
             "was loaded"
