@@ -198,7 +198,7 @@ def test_the_trace_units_homes_and_budgets_are_those_of_the_runtime(case: str, t
     named = [(u.name, u.shard_numel, u.on_nvme) for u in planned.units]
     assert named == real["units"]
     assert planned.division == real["division"]
-    assert bool(planned.division.spilled) == ("spilled" in case)
+    assert bool(planned.division.spilled) == ("spilled" in case or case == "quantized-lora")
     assert micro_batches(planned) == tuple(real["events"])
     plan, cost = (
         plan_of(planned.trace, planned.setup, planned.micro_batches - 1),

@@ -298,7 +298,7 @@ def test_a_change_gains_what_the_plan_with_its_keys_says(case: str, every: bool)
     for change in checked(found, wanted, every=every):
         keys = re.findall(r"\(([^()]+)\)$", change.what)[0]
         again = planned_with(keys, on, ranks, *given)
-        assert again.tokens_per_s == pytest.approx(change.planned.tokens_per_s, rel=1e-9), change.what
+        assert again.tokens_per_s == pytest.approx(change.planned.tokens_per_s, rel=1e-6), change.what
 
 
 @pytest.mark.parametrize("every", few((False,), (False, True)))
@@ -445,7 +445,9 @@ def test_a_prediction_uses_the_budgets_and_the_dtype_that_the_run_had(
 def test_what_a_model_saves_follows_from_one_layer_of_those_that_are_alike(family: str) -> None:
     with torch.device("meta"):
         model = families.make(family)
-    named = model.state_dict(keep_vars=True)
+    tensors = model.state_dict(keep_vars=True)
+    first = {id(each): name for name, each in reversed(tensors.items())}  # of tied weights that is saved
+    named = {name: each for name, each in tensors.items() if first[id(each)] == name}
     whole = {key: tuple(each.shape) for key, each in revert_weight_conversion(model, dict(named)).items()}
     assert {each.spec.key: each.spec.shape for each in saved_tensors(model, named)} == whole
     assert len(whole) > 10
