@@ -126,7 +126,7 @@ class Gradients:
         passing.gradients[number] = self
 
     def add(self, grad: Tensor) -> Tensor:
-        """Take a gradient that came to an arrival; return the ticket's, which means nothing."""
+        """Keep a gradient until backward reaches the value; return the gradient of the ticket, a zero."""
         running = torch._C._current_graph_task_id()
         if running != self._pass:
             self._pass, self._waiting = running, []
