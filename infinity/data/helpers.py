@@ -109,10 +109,12 @@ def make_together(cache: TokenCache, sources: Sequence[Source], log: Log) -> Non
     parts = [part for each in by_source.values() if len(each) > 1 for part in each]
     worth = sum(part.nbytes for part in parts) // WORTH_NBYTES
     count = min(worth, max(1, usable_cores() // local_ranks()), MOST_HELPERS + 1) - 1
-    if not worth or count + world_size() < 2 or cache.entry(sources).exists():
-        return
     whole, own = cache.entry(sources), turned(parts, rank(), world_size())
+    if not worth or whole.exists():
+        return
     helpers, logged_s = Helpers(cache, count), time.monotonic()
+    if not helpers.processes and world_size() == 1:  # parts would be written twice, and save no time
+        return
     try:
         helpers.write(own[::-1])  # until all meet
         for number, part in enumerate(own):

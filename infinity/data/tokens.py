@@ -124,26 +124,15 @@ class TokenCache:
     def sweep(self) -> None:
         """Remove what killed runs have left: what they wrote or removed, and parts that have aged."""
         for path in self.folder.glob("[0-9a-f]" * 32 + ".*"):  # and nothing else that is there
-            with suppress(OSError), ExitStack() as stack:  # LockedError: it is in use
+            with suppress(OSError):  # LockedError: it is in use
                 aged = time.time() - path.stat().st_mtime > _MOST_AGE_S
-                if (
-                    path.suffix == ".partial"
-                    or path.suffix[1:].isdecimal()
-                    or (path.suffix == ".part" and aged)
-                ):
-                    lock = path.with_suffix(".lock")
-                    stack.callback(os.close, lock_file(lock, patience_s=0))
-                    shutil.rmtree(path)
-                    lock.unlink()  # while it is held: see infinity.core.files
+                if path.suffix == ".partial" or (path.suffix == ".part" and aged):
+                    _remove(path)
 
     def remove(self, sources: Sequence[Source]) -> None:
         """Remove the tokens of ``sources``, at once and whole."""
-        path = self.entry(sources)
-        gone = path.with_suffix(f".{os.getpid()}")
-        with suppress(FileNotFoundError):  # another rank is quicker
-            path.rename(gone)
-            shutil.rmtree(gone)
-            path.with_suffix(".lock").unlink()
+        with suppress(LockedError, FileNotFoundError):  # another process does; or all of the cache is gone
+            _remove(self.entry(sources))
 
 
 @contextmanager
@@ -206,20 +195,37 @@ def _read_entry(path: Path, dtype: np.dtype[Any]) -> Tokens:
         ) from error
 
 
+@contextmanager
+def _held(path: Path, patience_s: float = 0) -> Iterator[Path]:
+    """Hold the lock of an entry; yield where it is written and removed, which only the holder touches."""
+    lock, partial = lock_file(path.with_suffix(".lock"), patience_s=patience_s), path.with_suffix(".partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)  # left by a killed process, which holds no lock
+        yield partial
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        os.close(lock)
+
+
 def _write_once(path: Path, write: Callable[[Path], None], patience_s: float) -> None:
     """Write ``path`` unless another process has done so; it appears whole or not at all."""
-    with ExitStack() as stack:
-        stack.callback(os.close, lock_file(path.with_suffix(".lock"), patience_s=patience_s))
+    with _held(path, patience_s) as partial:
         if path.exists():
             return
-        partial = path.with_suffix(".partial")
-        shutil.rmtree(partial, ignore_errors=True)  # left by a killed writer, which holds no lock
-        stack.callback(shutil.rmtree, partial, ignore_errors=True)
         partial.mkdir(mode=0o700)
         write(partial)
         for file in (*partial.iterdir(), partial):
             sync(file)  # or it may be cut, or full of zeros, once power failed
         partial.rename(path)
+
+
+def _remove(path: Path) -> None:
+    """Remove an entry, or what is left of one, and its lock; LockedError: it is in use."""
+    with _held(path) as partial:
+        with suppress(FileNotFoundError):  # another process was quicker
+            path.rename(partial)
+            shutil.rmtree(partial)
+        path.with_suffix(".lock").unlink()  # while it is held: see infinity.core.files
 
 
 def _write(

@@ -355,6 +355,19 @@ def test_large_files_are_encoded_by_several_processes_into_the_same_entry(
         assert (getattr(one, name) == getattr(other, name)).all()
 
 
+def test_nothing_is_encoded_in_parts_without_another_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = [Source(Path(name)) for name in write(tmp_path)]
+    monkeypatch.setattr(helpers, "PART_NBYTES", 400)
+    monkeypatch.setattr(helpers, "WORTH_NBYTES", 1000)
+    monkeypatch.setattr(helpers, "usable_cores", lambda: 2)
+    monkeypatch.setattr(helpers, "free_host_nbytes", lambda: helpers.HELPER_NBYTES)
+    cache = TokenCache(folder=tmp_path / "cache", tokenizer=BytesTokenizer())
+    helpers.make_together(cache, sources, print)
+    assert not cache.folder.exists()
+
+
 def test_a_malformed_row_of_a_large_file_is_named_by_its_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
-from infinity.core.files import lock_file
+from infinity.core.files import is_locked, lock_file
 from infinity.data import helpers
 from infinity.data import tokens as tokens_module
 from infinity.data.sources import Source
@@ -320,7 +320,7 @@ def test_what_killed_runs_have_left_in_the_cache_is_removed(tmp_path: Path) -> N
     whole = {path.name for path in cache.folder.iterdir()}
     a, b, c, d, e = (each * 32 for each in "abcde")
     others = {"chats.2024", "run.partial", "words.part"}  # the user's own
-    for name in (f"{a}.partial", f"{b}.123", f"{c}.part", f"{d}.part", f"{e}.partial", *others):
+    for name in (f"{a}.partial", f"{b}.partial", f"{c}.part", f"{d}.part", f"{e}.partial", *others):
         (cache.folder / name).mkdir()
         (cache.folder / name / "tokens").write_text("x")
     for name in (f"{c}.part", "words.part"):
@@ -332,6 +332,26 @@ def test_what_killed_runs_have_left_in_the_cache_is_removed(tmp_path: Path) -> N
     os.close(writing)
     cache.sweep()
     assert {path.name for path in cache.folder.iterdir()} == whole
+
+
+def test_nothing_is_removed_while_another_process_writes_it(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("hello")
+    cache, sources = (
+        TokenCache(folder=tmp_path / "cache", tokenizer=BytesTokenizer()),
+        [Source(tmp_path / "a.txt")],
+    )
+    cache.open(sources)
+    entry = cache.entry(sources)
+    writing = lock_file(entry.with_suffix(".lock"))
+    cache.remove(sources)
+    assert entry.is_dir()
+    assert is_locked(entry.with_suffix(".lock"))  # whose file is still that of the writer
+    os.close(writing)
+    cache.remove(sources)
+    assert not list(cache.folder.iterdir())
+    cache.remove(sources)  # of nothing, also where there is no cache
+    shutil.rmtree(cache.folder)
+    cache.remove(sources)
 
 
 def test_there_are_as_many_helpers_as_free_memory_holds(
