@@ -2,7 +2,7 @@
 
 [Note: what a Trainer keeps]
 Its loop, data, losses, logs, evaluation and callbacks. The model is not wrapped; the optimizer that its
-arguments describe is an ``infinity.AdamW`` on the same parameter groups; what is saved is written unit by
+arguments describe is one of infinity's on the same parameter groups; what is saved is written unit by
 unit.
 
 [Note: a checkpoint of a Trainer]
@@ -16,6 +16,7 @@ from the last committed step where that is later than the checkpoint that it is 
 """
 
 import json
+import math
 import shutil
 import sys
 import tempfile
@@ -30,22 +31,33 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from transformers.trainer_utils import check_target_module_exists
+from transformers.training_args import OptimizerNames
 
 from infinity.activations.tensor_cache import patched
 from infinity.api.export import export
 from infinity.api.init import ema, from_pretrained, is_served, no_sync, resume
 from infinity.api.lora import add_lora
-from infinity.api.optimizer import AdamW, Optimizer
+from infinity.api.optimizer import Optimizer
 from infinity.api.portable import load_checkpoint
 from infinity.api.save_lora import save_lora
+from infinity.core.config import SettingError
 from infinity.core.errors import StateError
 from infinity.device.accelerator import generator_states, set_generator_states
 from infinity.engine.runtime import runtime_of
 from infinity.integrations.accelerate import STATE_FOLDER, Accelerator, replace_checkpoint
+from infinity.optim.matrix import MATRIX
+from infinity.optim.rule import Rule
+from infinity.optim.rules import known_rule
 
 #: Files of transformers in a checkpoint.
 _STATE, _SCHEDULER, _ARGUMENTS = "trainer_state.json", "scheduler.pt", "training_args.bin"
-#: Arguments of torch's AdamW: those that change no number, and those that must be False.
+#: What ``optim_args`` of APOLLO and GaLore say by words.
+_MEANT: Mapping[str, Mapping[str, Any]] = {
+    "proj=random": {}, "proj_type=std": {}, "scale_type=channel": {"per_tensor": False},
+    "scale_type=tensor": {"per_tensor": True},
+}  # fmt: skip
+#: Arguments of torch's optimizers: those that change no number, and those that must be False.
 _SPEED, _VARIANTS = {"fused", "foreach"}, {"amsgrad", "maximize"}
 #: Arguments in which a subclass gives parameter groups of its own.
 _GROUPS = {"params", "optimizer_dict"}
@@ -59,11 +71,11 @@ def trainer(cls: Any) -> Any:
         trainer = infinity.trainer(SFTTrainer)(model, args, train_dataset=...)
         trainer.train()
 
-    Without ``optimizers`` it makes an ``infinity.AdamW`` with ``learning_rate``, ``adam_*``, ``weight_decay``
-    and ``max_grad_norm`` of the arguments. Checkpoints hold the optimizer's state, exactly, and
-    ``train(resume_from_checkpoint=...)`` goes on bitwise; a run with a name goes on from its last step. TRL's
-    ``peft_config`` gives the model adapters, and a reference model that TRL would load is read where its
-    checkpoint lies.
+    Without ``optimizers`` it makes that of infinity which ``optim`` names, with ``learning_rate``,
+    ``adam_*``, ``weight_decay``, ``optim_args`` and ``max_grad_norm`` of the arguments. Checkpoints hold the
+    optimizer's state, exactly, and ``train(resume_from_checkpoint=...)`` goes on bitwise; a run with a name
+    goes on from its last step. TRL's ``peft_config`` gives the model adapters, and a reference model that TRL
+    would load is read where its checkpoint lies.
 
     Raises:
         TypeError: ``cls`` is no Trainer.
@@ -179,32 +191,58 @@ class StreamingTrainer(transformers.Trainer):  # type: ignore[misc]
         if self.optimizer is not None:
             return super().create_optimizer(model)
         given = self.optimizer_cls_and_kwargs
-        kind, settings = given or self.get_optimizer_cls_and_kwargs(self.args, self.model)
+        with patched(self.args, "optim", OptimizerNames.ADAMW_TORCH):  # whose numbers are those of all
+            kind, settings = given or self.get_optimizer_cls_and_kwargs(self.args, self.model)
         groups = {name: value for name, value in settings.items() if name in _GROUPS}
-        self.optimizer_cls_and_kwargs = self._own_optimizer(kind, settings), groups
+        if wrong := sorted(name for name in _VARIANTS if settings.get(name)):
+            raise ValueError(f"{wrong[0]} in the optimizer's arguments: no rule of infinity has it")
+        numbers = {k: value for k, value in settings.items() if k not in _SPEED | _VARIANTS | _GROUPS}
+        if given is None and kind is torch.optim.AdamW:
+            rule = _rule_of(getattr(self.args.optim, "value", self.args.optim))
+            numbers["warmup_steps"] = int(self.args.warmup_steps)
+            numbers = {name: value for name, value in numbers.items() if name in rule.defaults}
+            if "betas" not in rule.defaults:
+                numbers.pop("eps", None)  # Adafactor's is another number
+            numbers |= _numbers_of(rule, self.args.optim_args)
+        else:
+            rule = _rule_of(f"{kind.__module__.rpartition('.')[0]}.{kind.__name__}")
+        self.optimizer_cls_and_kwargs = self._of_groups(rule, numbers), groups
         try:
             return super().create_optimizer(model)
         finally:
             self.optimizer_cls_and_kwargs = given  # the next model needs its own
 
-    def _own_optimizer(self, kind: Any, given: Mapping[str, Any]) -> Any:
-        """Return what makes an ``infinity.AdamW`` of parameter groups, as torch's ``kind`` would be made."""
-        if kind not in (torch.optim.AdamW, AdamW):
-            raise ValueError(
-                f"optim={getattr(self.args.optim, 'value', self.args.optim)!r} makes "
-                f"{getattr(kind, '__name__', kind)}; infinity has AdamW: optim='adamw_torch', and others as "
-                "the Trainer's optimizers=(infinity.optim.Lion(model, lr=...), None)"
-            )
-        if wrong := sorted(name for name in _VARIANTS if given.get(name)):
-            raise ValueError(f"{wrong[0]} in the optimizer's arguments: infinity.AdamW is plain AdamW")
-        settings = {k: value for k, value in given.items() if k not in _SPEED | _VARIANTS | _GROUPS}
-        model, clip = self.model, self.args.max_grad_norm or None
+    def _of_groups(self, rule: Rule, numbers: Mapping[str, Any]) -> Any:
+        """Return what makes, of parameter groups, the optimizer of ``rule``."""
+        model, clip, targets = self.model, self.args.max_grad_norm or None, self._targets()
 
         class OfGroups(torch.optim.Optimizer):  # the Trainer wants a class, and gives it groups only
             def __new__(cls, groups: Any) -> Any:
-                return AdamW(model, params=groups, max_grad_norm=clip, **settings)
+                if targets is not None and MATRIX in rule.defaults:
+                    groups = [
+                        {**group, "params": params, MATRIX: matrix}
+                        for group in groups
+                        for matrix in (True, False)
+                        if (params := [each for each in group["params"] if (id(each) in targets) == matrix])
+                    ]
+                return Optimizer(model, rule, params=groups, max_grad_norm=clip, **numbers)
 
         return OfGroups
+
+    def _targets(self) -> set[int] | None:
+        """Return which weights are those of ``optim_target_modules``; None: it names none."""
+        wanted = self.args.optim_target_modules
+        if wanted is None:
+            return None
+        every = isinstance(wanted, str) and wanted.replace("_", "-") == "all-linear"
+        found = {
+            id(module.weight)
+            for name, module in self.model.named_modules()
+            if isinstance(module, nn.Linear) and (every or check_target_module_exists(wanted, name))
+        }
+        if not found:
+            raise ValueError(f"optim_target_modules={wanted!r}: the model has no such linear layer")
+        return found
 
     @property
     def _own(self) -> Optimizer:
@@ -212,7 +250,7 @@ class StreamingTrainer(transformers.Trainer):  # type: ignore[misc]
         if not isinstance(found, Optimizer):
             raise StateError(
                 f"the Trainer's optimizer is {type(found).__module__}.{type(found).__name__}: pass an "
-                "infinity.AdamW, or none"
+                "infinity.AdamW or one of infinity.optim, or none"
             )
         return found
 
@@ -344,6 +382,30 @@ class StreamingTrainer(transformers.Trainer):  # type: ignore[misc]
             if tokenizer is not None and hasattr(self.model, "peft_config"):
                 tokenizer.save_pretrained(out)
             torch.save(self.args, out / _ARGUMENTS)
+
+
+def _rule_of(name: str) -> Rule:
+    """Return the rule of an optimizer that the Trainer, or torch, calls ``name``."""
+    try:
+        return known_rule(name)
+    except SettingError as error:
+        raise ValueError(
+            f"optim={name!r}: wanted {error.wanted}; or optimizers=(infinity.optim.Lion(model, lr=...), None)"
+        ) from error
+
+
+def _numbers_of(rule: Rule, text: str | None) -> dict[str, Any]:
+    """Return the numbers of a rule that ``optim_args`` has."""
+    found: dict[str, Any] = {}
+    for each in filter(None, (text or "").replace(" ", "").split(",")):
+        name, _, value = each.partition("=")
+        try:
+            found |= _MEANT[each] if each in _MEANT else {name: json.loads(value.lower())}
+        except json.JSONDecodeError as error:
+            raise ValueError(f"optim_args: wanted numbers, as in momentum=0.9; got {each!r}") from error
+    if rule.name == "apollo" and "scale" in found:
+        found["scale"] = math.sqrt(found["scale"])  # as the authors' code has it
+    return dict(rule.check_names(found))
 
 
 def _step_of(checkpoint: Any) -> int:

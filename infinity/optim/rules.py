@@ -10,6 +10,7 @@ import contextlib
 import difflib
 import functools
 import math
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -161,6 +162,22 @@ def find_rule(name: str | Rule) -> Rule:
         else:
             rule = rule.averaged if variant == EMA else rule.with_master(variant)
     return rule
+
+
+def known_rule(name: str) -> Rule:
+    """Return the rule that other tools call ``name``: ``paged_adamw_8bit``, ``torch.optim.AdamW``.
+
+    A SettingError says which rules there are.
+    """
+    name = name.lower()
+    if name == "torch.optim.adafactor":
+        wanted = "adafactor, as that of transformers: torch's scales its rate by the weights"
+        raise SettingError("optim.name", name, wanted)
+    unsaid = r"paged|torch|fused|apex|anyprecision|bnb|32bit|npu|xla|layerwise|[-_]"
+    plain = re.sub(unsaid, "", name.rpartition(".")[2])
+    return find_rule(
+        {f"{each}adamw": each for each in ("apollo", "galore", "schedulefree")}.get(plain, plain)
+    )
 
 
 class HostRule:

@@ -8,7 +8,6 @@ else a key means (``_MEANINGS``). The same rows give the hint in an error about 
 
 import difflib
 import functools
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 import yaml  # type: ignore[import-untyped]
 
 from infinity.core.config import SettingError
-from infinity.optim.rules import find_rule
+from infinity.optim.rules import known_rule
 
 
 class Needless(NamedTuple):
@@ -64,14 +63,8 @@ def _among(key: str, accepted: str, **known: str) -> Convert:
 
 
 def _optimizer(name: Any) -> Any:
-    """Return the update rule of a name such as ``paged_adamw_8bit`` or ``torch.optim.AdamW``."""
-    plain = re.sub(
-        r"paged|torch|fused|apex|anyprecision|bnb|32bit|npu|xla|[-_]", "", str(name).lower().split(".")[-1]
-    )
-    if str(name).lower() == "torch.optim.adafactor":
-        return Missing("optim.name=adafactor is that of transformers: torch's scales its rate by the weights")
     try:
-        return find_rule("schedulefree" if plain == "schedulefreeadamw" else plain).name
+        return known_rule(str(name)).name
     except SettingError as error:
         return Missing(f"optim.name: got {name}; wanted {error.wanted}")
 

@@ -209,7 +209,13 @@ def test_adapters_are_saved_and_go_on(tmp_path: Path, closed: Any):
 @pytest.mark.parametrize(
     ("more", "error", "says"),
     [
-        ({"optim": "adafactor"}, ValueError, r"optim='adafactor' makes Adafactor; infinity has AdamW"),
+        ({"optim": "rmsprop"}, ValueError, r"optim='rmsprop': wanted one of .*or optimizers="),
+        ({"optim": "sgd", "optim_args": "momentun=0.9"}, ValueError, r"did you mean momentum"),
+        ({"optim": "sgd", "optim_args": "momentum=much"}, ValueError, r"as in momentum=0.9; got 'momentum=m"),
+        (
+            {"optim": "galore_adamw", "optim_args": "rank=4", "optim_target_modules": ["no"]},
+            ValueError, r"optim_target_modules=\['no'\]: the model has no such linear layer",
+        ),
         ({"save_on_each_node": True}, ValueError, "a file system that every rank sees"),
         ({"bf16": True}, infinity.StateError, "the model computes in float32: build it with train.dtype"),
         (
@@ -222,6 +228,48 @@ def test_adapters_are_saved_and_go_on(tmp_path: Path, closed: Any):
 def test_what_is_refused(more: Any, error: Any, says: str, tmp_path: Path):
     with pytest.raises(error, match=says):
         make(tmp_path, **more).train()
+
+
+@pytest.mark.parametrize(
+    ("optim", "args"),
+    [("sgd", "momentum=0.9, nesterov=True"), ("adafactor", None), ("adamw_torch_fused", None)],
+)
+def test_an_optimizer_by_its_name_is_that_of_torch_or_transformers(
+    optim: str, args: str | None, tmp_path: Path, closed: Any
+):
+    settings = {"optim": optim, "optim_args": args}
+    ours = closed(make(tmp_path, **settings))
+    ours.train()
+    plain = make_plain(tmp_path, **settings)
+    plain.train()
+    assert_near(ours, plain)
+
+
+@pytest.mark.parametrize(
+    ("optim", "args", "rule", "numbers"),
+    [
+        ("paged_adamw_8bit", None, "adamw8bit", {"betas": (0.8, 0.999), "lr": 3e-3}),
+        ("lion_32bit", None, "lion", {"betas": (0.8, 0.999), "weight_decay": 0.1}),
+        ("schedule_free_adamw", None, "schedulefree", {"warmup_steps": 2}),
+        (
+            "apollo_adamw", "proj=random, rank=2, scale=128.0, scale_type=tensor", "apollo-rank=2",
+            {"per_tensor": True, "scale": math.sqrt(128), "matrix": True},
+        ),
+        ("galore_adamw_layerwise", "rank=2, update_proj_gap=5", "galore-rank=2", {"update_proj_gap": 5}),
+    ],
+)  # fmt: skip
+def test_an_optimizer_by_its_name_has_the_numbers_of_the_arguments(
+    optim: str, args: str | None, rule: str, numbers: dict[str, Any], tmp_path: Path, closed: Any
+):
+    names = {"lr_scheduler_type": "constant", "adam_beta1": 0.8, "optim_target_modules": ["q_proj", "v_proj"]}
+    trainer = closed(make(tmp_path, optim=optim, optim_args=args, max_steps=2, **names))
+    trainer.train()
+    optimizer = trainer.optimizer.optimizer
+    assert optimizer.rule.name == rule.replace("-rank", "+rank")
+    assert numbers.items() <= optimizer.param_groups[0].items()
+    if "rank" in rule:
+        matrices = [each for group in optimizer.param_groups if group["matrix"] for each in group["params"]]
+        assert len(matrices) == 2 * CONFIG.num_hidden_layers
 
 
 def test_a_rule_of_averages_is_evaluated_by_them(tmp_path: Path, closed: Any):
