@@ -176,58 +176,6 @@ def token_stream(values: NDArray[Any], seq_len: int) -> Sequences:
     )  # fmt: skip
 
 
-def document_rows(tokens: Tokens, seq_len: int, *, packing: bool) -> Sequences:
-    """Assign documents to rows of ``seq_len`` inputs, padded at the end.
-
-    With ``packing`` a row holds as many documents as fit, and longer text is cut into pieces, so that each of
-    its tokens is predicted once; without, a row holds one document. Documents with tokens that do not count
-    in the loss (prompts, chats) are truncated, not cut: an answer without its question would train the model
-    to guess.
-    """
-    documents, mask = tokens.documents, tokens.loss_mask
-    begins, ends, counted = documents[documents[:, 1] - documents[:, 0] > 1, :3].T
-    inputs, cut = ends - begins - 1, packing & (counted == ends - begins)
-    targets = counted - (1 if mask is None else mask[begins])  # the first token is never a target
-    parts = np.where(cut, -(-inputs // seq_len), 1)
-    source = np.repeat(np.arange(len(parts)), parts)
-    offsets = (np.arange(len(source)) - np.repeat(np.cumsum(parts) - parts, parts)) * seq_len
-    starts, left, cut = begins[source] + offsets, inputs[source] - offsets, cut[source]
-    sizes = np.minimum(left, seq_len)
-    targets = np.where(cut, sizes, targets[source])
-    truncated = np.flatnonzero((left > seq_len) & ~cut)
-    for at in truncated:
-        first = starts[at] + 1
-        targets[at] = seq_len if mask is None else mask[first : first + seq_len].sum()
-    used = np.flatnonzero(targets > 0)
-    found, _ = _in_rows(tokens, seq_len, packing, used, 1, starts, sizes, targets)
-    empty = len(documents) - len(begins) + len(starts) - len(used)
-    more: Any = {"documents": len(documents), "truncated": len(truncated), "empty": empty}
-    return replace(found, identity=f"{found.identity}:{len(documents)}", **more)
-
-
-def _in_rows(
-    tokens: Tokens, seq_len: int, packing: bool, used: Ints, together: int, starts: Ints, sizes: Ints,
-    targets: Ints,
-) -> tuple[Sequences, Ints]:  # fmt: skip
-    """Assign groups of pieces to rows: with ``packing`` as many groups as fit, else one piece each.
-
-    Group ``n`` is the pieces from ``n * together`` on, of which ``targets[n]`` count. Those ``used``
-    are assigned; also returns the numbers of their pieces, in the order of rows.
-    """
-    totals = sizes.reshape(-1, together).sum(1)[used]
-    rows = best_fit(totals, seq_len) if packing else np.arange(len(used))
-    order = used[np.argsort(rows, kind="stable")]
-    pieces = (order[:, None] * together + np.arange(together)).ravel()
-    groups = np.bincount(rows) if len(rows) else np.zeros(0, np.int64)  # of each row
-    ends = np.cumsum(groups * together) if packing else np.arange(1, len(pieces) + 1)
-    inputs, counts = (np.bincount(rows, each, len(groups)).astype(int) for each in (totals, targets[used]))
-    return Sequences(
-        values=tokens.values, loss_mask=tokens.loss_mask, seq_len=seq_len, starts=starts[pieces],
-        sizes=sizes[pieces], firsts=np.concatenate([[0], ends]).astype(int), token_counts=inputs,
-        target_counts=counts, packing=packing, identity="packed" if packing else "single",
-    ), pieces  # fmt: skip
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examples:
     """What the pieces of :class:`Sequences` are, if ``documents`` of them in turn are an example."""
@@ -248,36 +196,61 @@ class Examples:
         return replace(parts[0], width=max(each.width for each in parts), labels=labels, reference=reference)
 
 
-def example_rows(tokens: Tokens, shape: BatchShape, kind: Kind, *, packing: bool) -> Sequences:
-    """Assign the documents of examples to rows: examples, as many as fit, with ``packing``, else one each.
+def rows_of(tokens: Tokens, shape: BatchShape, kind: Kind = TEXTS, *, packing: bool) -> Sequences:
+    """Assign documents, or the examples that they make, to rows of ``seq_len`` inputs, padded at the end.
 
-    Documents that are too long are truncated: to ``seq_len`` inputs, with packing such that an example fits
-    a row. Examples of which a document has no target that counts in the loss are left out. Documents that are
-    ``whole`` are inputs to their end, and have no targets.
+    With ``packing`` a row holds as many as fit; without, one document. Packed text that is too long is cut
+    into pieces, so that each of its tokens is predicted once. Documents with tokens that do not count in the
+    loss (prompts, chats) are truncated, not cut: an answer without its question would train the model to
+    guess. So are those of examples, with packing such that an example fits a row. What has no target that
+    counts is left out, an example with any of its documents; documents that are ``whole`` have no targets.
     """
-    seq_len, documents, whole = shape.seq_len, kind.documents, kind.whole
-    given, mask = tokens.documents[: len(tokens.documents) // documents * documents], tokens.loss_mask
-    begins, inputs, counted = given[:, 0], given[:, 1] - given[:, 0] - (not whole), given[:, 2]
-    sizes = np.minimum(inputs, seq_len)
-    if packing:
-        long = sizes.reshape(-1, documents).sum(1).repeat(documents) > seq_len
-        sizes = np.where(long, np.minimum(sizes, seq_len // documents), sizes)
-    good = sizes > 0
-    if not whole:
-        good &= counted > (1 if mask is None else mask[begins])  # the first token is never a target
-        for at in np.flatnonzero(good & (sizes < inputs)):
-            good[at] = mask is None or mask[begins[at] + 1 : begins[at] + 1 + sizes[at]].any()
-    used = np.flatnonzero(good.reshape(-1, documents).all(1))
-    one = np.ones(len(given) // documents, np.int64)
-    found, pieces = _in_rows(tokens, seq_len, packing, used, documents, begins, sizes, one)
-    examples = Examples(
-        documents=documents, height=1 if packing else documents, whole=whole, padding=shape.padding,
-        width=int(found.target_counts.max(initial=0)) * documents if packing else 1,
+    seq_len, together, mask, documents = (
+        shape.seq_len,
+        max(1, kind.documents),
+        tokens.loss_mask,
+        tokens.documents,
+    )
+    used = slice(len(documents) // together * together)
+    given = documents[used if kind.documents else documents[:, 1] - documents[:, 0] > 1]
+    begins, lengths, counted = given[:, 0], given[:, 1] - given[:, 0], given[:, 2]
+    inputs = lengths - (not kind.whole)
+    cut = (counted == lengths) & (packing and not kind.documents)
+    parts = np.where(cut, -(-inputs // seq_len), 1)
+    source = np.repeat(np.arange(len(parts)), parts)
+    offsets = (np.arange(len(source)) - np.repeat(np.cumsum(parts) - parts, parts)) * seq_len
+    starts, left, cut = begins[source] + offsets, inputs[source] - offsets, cut[source]
+    sizes = np.minimum(left, seq_len)
+    if packing and kind.documents:
+        long = sizes.reshape(-1, together).sum(1).repeat(together) > seq_len
+        sizes = np.where(long, np.minimum(sizes, seq_len // together), sizes)
+    truncated = (sizes < left) & ~cut
+    targets = counted - (1 if mask is None else mask[begins])  # the first token is never a target
+    targets = np.where(cut | kind.whole, sizes, targets[source])
+    for at in np.flatnonzero(truncated & (not kind.whole)):
+        first, last = starts[at] + 1, starts[at] + 1 + sizes[at]
+        targets[at] = sizes[at] if mask is None else mask[first:last].sum()
+    groups = np.flatnonzero((targets > 0).reshape(-1, together).all(1))
+    totals = sizes.reshape(-1, together).sum(1)[groups]
+    rows = best_fit(totals, seq_len) if packing else np.arange(len(groups))
+    order = groups[np.argsort(rows, kind="stable")]
+    pieces = (order[:, None] * together + np.arange(together)).ravel()
+    of_rows = np.bincount(rows) if len(rows) else np.zeros(0, np.int64)
+    ends = np.cumsum(of_rows * together) if packing else np.arange(1, len(pieces) + 1)
+    counts = np.ones(len(groups)) if kind.documents else targets[groups]
+    token_counts, target_counts = (np.bincount(rows, n, len(of_rows)).astype(int) for n in (totals, counts))
+    examples = None if not kind.documents else Examples(
+        documents=together, height=1 if packing else together, whole=kind.whole, padding=shape.padding,
+        width=int(target_counts.max(initial=0)) * together if packing else 1,
         labels=given[pieces, 3], reference=np.zeros(len(pieces), np.float32),
     )  # fmt: skip
-    return replace(
-        found, examples=examples, identity=f"{found.identity}:{documents} of {len(given)}",
-        documents=len(given), truncated=int((sizes < inputs)[pieces].sum()), empty=len(one) - len(used),
+    layout = f"{'packed' if packing else 'single'}:{f'{together} of ' if examples else ''}{len(documents)}"
+    empty = (len(documents) - len(given) + len(targets)) // together - len(groups)
+    return Sequences(
+        values=tokens.values, loss_mask=mask, seq_len=seq_len, starts=starts[pieces], sizes=sizes[pieces],
+        firsts=np.concatenate([[0], ends]).astype(int), token_counts=token_counts,
+        target_counts=target_counts, packing=packing, identity=layout, documents=len(documents),
+        truncated=int((truncated[pieces] if examples else truncated).sum()), empty=empty, examples=examples,
     )  # fmt: skip
 
 
@@ -356,9 +329,7 @@ class Layout(NamedTuple):
         seq_len = self.shape.seq_len
         if self.packing is not None:
             only = replace(tokens, documents=part.documents)
-            if self.kind.documents:
-                return example_rows(only, self.shape, self.kind, packing=self.packing)
-            return document_rows(only, seq_len, packing=self.packing)
+            return rows_of(only, self.shape, self.kind, packing=self.packing)
         if tokens.loss_mask is not None:
             raise DataError(
                 f"{part.name}: prompts or chats among texts, of which there were none in what was looked at "

@@ -132,7 +132,7 @@ OBJECTIVES = {
 
 #: Parameters that a checkpoint of another task lacks, or has, where the model scores documents.
 _NEW_IN_HEADS = ("score.*", "classifier.*", "pre_classifier.*", "*pooler.*")
-_NOT_IN_HEADS = ("lm_head.*", "cls.*", "vocab_*")
+_NOT_IN_HEADS = ("lm_head.*", "embed_out.*", "cls.*", "vocab_*")
 
 
 def loaded_as(task: str, model: ModelConfig) -> dict[str, Any]:

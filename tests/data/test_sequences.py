@@ -17,13 +17,17 @@ from infinity.data.sequences import (
     BatchShape,
     Sequences,
     best_fit,
-    document_rows,
     join,
+    rows_of,
     token_stream,
 )
 from infinity.data.tokenizer import DataError
 from infinity.data.tokens import Tokens
 from tests.helpers.cases import examples
+
+def document_rows(tokens: Tokens, seq_len: int, *, packing: bool) -> Sequences:
+    return rows_of(tokens, BatchShape(seq_len=seq_len, batch_size=1), packing=packing)
+
 
 SIZES = st.lists(st.integers(1, 40), max_size=60)
 
