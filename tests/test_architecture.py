@@ -288,7 +288,7 @@ ROOM_BUDGETS = {
     "checkpoint": 4202,
     "comm": 1220,
     "core": 2171,
-    "data": 2814,
+    "data": 2785,
     "device": 1169,
     "engine": 4434,
     "integrations": 775,

@@ -25,6 +25,7 @@ from infinity.data.tokenizer import DataError
 from infinity.data.tokens import Tokens
 from tests.helpers.cases import examples
 
+
 def document_rows(tokens: Tokens, seq_len: int, *, packing: bool) -> Sequences:
     return rows_of(tokens, BatchShape(seq_len=seq_len, batch_size=1), packing=packing)
 

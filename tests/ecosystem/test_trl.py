@@ -78,8 +78,8 @@ class Base:
         settings = getattr(trl, f"{self.kind}Config")(
             str(self.folder / ("ours" if ours else "plain")), max_steps=3, gradient_accumulation_steps=2,
             **({"per_device_train_batch_size": 2, "save_strategy": "no"} | SETTINGS[self.kind] | more),
-            learning_rate=1e-3, max_grad_norm=0.5, logging_steps=1, report_to="none", disable_tqdm=True, use_cpu=True, bf16=False,
-            eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=4,
+            learning_rate=1e-3, max_grad_norm=0.5, logging_steps=1, report_to="none", disable_tqdm=True,
+            use_cpu=True, bf16=False, eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=4,
             ddp_backend="gloo" if "RANK" in os.environ else None,
         )  # fmt: skip
         kind = getattr(trl, f"{self.kind}Trainer")
