@@ -291,7 +291,7 @@ ROOM_BUDGETS = {
     "data": 2785,
     "device": 1169,
     "engine": 4434,
-    "integrations": 775,
+    "integrations": 776,
     "nvme": 1199,
     "observe": 994,
     "optim": 2993,

@@ -38,7 +38,7 @@ from infinity.activations.tensor_cache import patched
 from infinity.api.export import export
 from infinity.api.init import ema, from_pretrained, is_served, no_sync, resume
 from infinity.api.lora import add_lora
-from infinity.api.optimizer import Optimizer
+from infinity.api.optimizer import AdamW, Optimizer
 from infinity.api.portable import load_checkpoint
 from infinity.api.save_lora import save_lora
 from infinity.core.config import SettingError
@@ -215,6 +215,7 @@ class StreamingTrainer(transformers.Trainer):  # type: ignore[misc]
     def _of_groups(self, rule: Rule, numbers: Mapping[str, Any]) -> Any:
         """Return what makes, of parameter groups, the optimizer of ``rule``."""
         model, clip, targets = self.model, self.args.max_grad_norm or None, self._targets()
+        make: Any = AdamW if rule.name == "adamw" else partial(Optimizer, rule=rule)
 
         class OfGroups(torch.optim.Optimizer):  # the Trainer wants a class, and gives it groups only
             def __new__(cls, groups: Any) -> Any:
@@ -225,7 +226,7 @@ class StreamingTrainer(transformers.Trainer):  # type: ignore[misc]
                         for matrix in (True, False)
                         if (params := [each for each in group["params"] if (id(each) in targets) == matrix])
                     ]
-                return Optimizer(model, rule, params=groups, max_grad_norm=clip, **numbers)
+                return make(model, params=groups, max_grad_norm=clip, **numbers)
 
         return OfGroups
 
