@@ -12,13 +12,11 @@ import contextlib
 import itertools
 import os
 import shutil
-from bisect import bisect_left, bisect_right
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +26,7 @@ from infinity.api.lora import check_adapter
 from infinity.api.merge import MergedModel
 from infinity.api.merge import merge as merge_adapters
 from infinity.api.save_lora import save_lora
-from infinity.api.saved import MAX_SHARD_NBYTES, SavedTensor, convert, new_directory, saved_tensors
+from infinity.api.saved import MAX_SHARD_NBYTES, convert, new_directory, saved_tensors
 from infinity.checkpoint.directory import Checkpoint
 from infinity.checkpoint.load import OnProgress, Part, cut, named_targets
 from infinity.checkpoint.quantize import Requantized, directory_values, export_stored
@@ -40,7 +38,7 @@ from infinity.core.nbytes import Transfer, stream
 from infinity.core.process import UninterruptedExit, uninterrupted
 from infinity.device.memory import Lease
 from infinity.engine.runtime import Runtime, runtime_of
-from infinity.partition.unit import Unit
+from infinity.partition.unit import Unit, UnitIndex
 from infinity.shards.homes import HostHome
 from infinity.shards.storage import chunk_places
 
@@ -126,35 +124,36 @@ def stream_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """
     runtime = runtime_of(model)
     runtime.check_between_steps()
-    named, converted = dict(named_targets(model)), dict[frozenset[str], list[TensorSpec]]()
-    homes = _locate(named, runtime.units)
-    copied: list[tuple[list[Part[_Buffer]], TensorSpec]] = []
-    for item in saved_tensors(model, named):
-        if item.parts is None:
-            converted.setdefault(item.sources, []).append(item.spec)
-        else:
-            copied.append(([*_parts(item, homes)], item.spec))
-    opened = list[int]()
-    with UninterruptedExit() as held:
-        for parts, spec in sorted(copied, key=lambda each: [part[1:] for part in each[0]]):
-            shape = 0 if len(parts) == 1 else spec.shape
-            value = torch.empty(shape, dtype=spec.dtype, device=runtime.ranks.device).view(-1)
-            for at, buffer, first, numel in parts:
-                if not buffer.name and buffer.unit not in opened:
-                    with uninterrupted:
-                        held.close()
-                        held.enter_context(runtime.values.full(runtime.units[buffer.unit], modify=False))
-                    opened = [buffer.unit]
-                flat = named[buffer.name].detach() if buffer.name else runtime.units[buffer.unit].flat
-                assert flat is not None
-                piece = flat.reshape(-1)[first : first + numel]
-                if len(parts) == 1:
-                    value = piece
-                else:
-                    value[at : at + numel] = piece
-            yield spec.key, value.view(spec.shape)
-    for group in converted.items():
-        with _converted(model, named, runtime, *group, device=runtime.ranks.device) as found:
+    named, device = dict(named_targets(model)), runtime.ranks.device
+    plan = plan_export(model, named, runtime.units)
+    wanted = {spec.key: spec for spec in plan.specs}
+    begun: dict[str, tuple[Tensor, int]] = {}  # flat values of which some have come, and how many have not
+
+    def taken(flat: Tensor, parts: Iterable[Part[str]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield what is whole with the elements of ``flat``."""
+        for at, key, first, numel in parts:
+            spec, value, left = wanted[key], flat[at : at + numel], 0
+            if numel < spec.numel:
+                whole = torch.empty(0 if key in begun else spec.numel, dtype=spec.dtype, device=device)
+                whole, left = begun.pop(key, (whole, spec.numel))
+                whole[first : first + numel] = value
+                value, left = whole, left - numel
+            if left:
+                begun[key] = value, left
+            else:
+                yield key, value.view(spec.shape)
+
+    for tensor in plan.whole:
+        yield from taken(tensor.detach().reshape(-1), plan.places[id(tensor)])
+    for unit in runtime.units:
+        if parts := plan.parts(unit, 0, unit.numel):
+            with UninterruptedExit() as held:
+                with uninterrupted:
+                    held.enter_context(runtime.values.full(unit, modify=False))
+                assert unit.flat is not None
+                yield from taken(unit.flat, parts)
+    for group in plan.converted.items():
+        with _converted(model, named, runtime, *group, device=device) as found:
             yield from found.items()
 
 
@@ -255,75 +254,51 @@ def copy_saved(source: Path, out: Path, change: Callable[[Path], None] = lambda 
         publication.publish()
 
 
-class _Buffer(NamedTuple):
-    """Names a flat buffer: a unit's, by its index, or that of the tensor ``name``, which every rank has."""
-
-    unit: int
-    name: str = ""
-
-
-class _Range(NamedTuple):
-    """Locates values of a saved tensor from element ``at`` on: elements ``[start, stop)`` of a buffer."""
-
-    key: str
-    at: int
-    start: int
-    stop: int
-
-
 @dataclass(frozen=True, slots=True)
 class ExportPlan:
     """Holds the tensors of a directory in order, and where their values come from; the same on every rank."""
 
     specs: Sequence[TensorSpec]
-    #: Written unchanged, ascending.
-    ranges: Mapping[_Buffer, list[_Range]]
+    #: By id of a tensor of the model, where its elements go that are written unchanged: to elements from
+    #: ``offset`` on of that called ``source``; in order.
+    places: Mapping[int, list[Part[str]]]
+    whole: Sequence[Tensor]  # those of ``places`` that are in no unit: every rank has them
     #: Names of tensors that are converted together, and the results.
     converted: Mapping[frozenset[str], list[TensorSpec]]
 
-    def within(self, unit: Unit, start: int, stop: int) -> Sequence[_Range]:
-        """Return the ranges that elements ``[start, stop)`` of the flat buffer meet; they do not overlap."""
-        ranges = self.ranges.get(_Buffer(unit.index), [])
-        first = bisect_right(ranges, start, key=lambda each: each.stop)
-        return ranges[first : bisect_left(ranges, stop, key=lambda each: each.start)]
+    def parts(self, unit: Unit, start: int, stop: int) -> list[Part[str]]:
+        """Return where elements ``[start, stop)`` of the flat buffer go, counted from ``start``."""
+        return [
+            part._replace(start=low - start + part.start)
+            for segment, low, first, numel in unit.within(start, stop)
+            if id(segment.whole) in self.places
+            for part in cut(self.places[id(segment.whole)], first, numel)
+        ]
 
 
-def _locate(named: Mapping[str, Tensor], units: Iterable[Unit]) -> dict[str, list[Part[_Buffer]]]:
-    """Return where the elements of each tensor are, in order."""
-    tiles: dict[int, list[Part[_Buffer]]] = {}  # by id of the parameter
-    for unit in units:
-        for s in unit.segments:
-            tiles.setdefault(id(s.whole), []).append(Part(s.first, _Buffer(unit.index), s.offset, s.numel))
-    whole = {name: [Part(0, _Buffer(-1, name), 0, each.numel())] for name, each in named.items()}
-    return {name: tiles.get(id(tensor), whole[name]) for name, tensor in named.items()}
-
-
-def _parts(saved: SavedTensor, homes: Mapping[str, Sequence[Part[_Buffer]]]) -> Iterator[Part[_Buffer]]:
-    """Yield the parts of a saved tensor, in order."""
-    for part in saved.parts or ():
-        for of in cut(homes[part.source], part.offset, part.numel):
-            yield of._replace(start=part.start + of.start)
-
-
-def plan_export(model: nn.Module, named: Mapping[str, Tensor], units: Sequence[Unit]) -> ExportPlan:
+def plan_export(model: nn.Module, named: Mapping[str, Tensor], units: UnitIndex) -> ExportPlan:
     """Plan a directory of ``model``, in the order in which its values come from the drive.
 
-    ``named`` are its tensors by its own names; those without a segment in ``units`` are whole on every rank.
+    ``named`` are its tensors by its own names; those that no unit of ``units`` has are whole on every rank.
     """
-    homes = _locate(named, units)
-    saved = sorted(
-        saved_tensors(model, named), key=lambda item: max(homes[name][-1][1:] for name in item.sources)
-    )
-    ranges: defaultdict[_Buffer, list[_Range]] = defaultdict(list)
+
+    def end(name: str) -> tuple[int, str, int]:
+        tiles: Any = units.places(cast(Any, named[name]))
+        return (tiles[-1][0].index, "", tiles[-1][1].offset) if tiles else (-1, name, 0)
+
+    saved = sorted(saved_tensors(model, named), key=lambda item: max(map(end, item.sources)))
+    places: dict[int, list[Part[str]]] = {}
     converted: dict[frozenset[str], list[TensorSpec]] = {}
     for item in saved:
         if item.parts is None:
             converted.setdefault(item.sources, []).append(item.spec)
-        for at, buffer, first, numel in _parts(item, homes):
-            ranges[buffer].append(_Range(item.spec.key, at, first, first + numel))
-    for each in ranges.values():
-        each.sort(key=lambda of: of.start)
-    return ExportPlan([item.spec for item in saved], ranges, converted)
+        for at, name, first, numel in item.parts or ():
+            places.setdefault(id(named[name]), []).append(Part(first, item.spec.key, at, numel))
+    for each in places.values():
+        each.sort(key=lambda part: part.start)
+    loose = {id(each): each for each in named.values() if not units.places(cast(Any, each))}
+    whole = [each for key, each in loose.items() if key in places]
+    return ExportPlan([item.spec for item in saved], places, whole, converted)
 
 
 def _write(model: nn.Module, runtime: Runtime, out: Path, *, ema: bool, **how: Any) -> None:
@@ -334,19 +309,17 @@ def _write(model: nn.Module, runtime: Runtime, out: Path, *, ema: bool, **how: A
         plan = plan_export(model, named, runtime.units)
     with new_directory(model, plan.specs, out, ranks, **how) as put:
         with all_ranks_or_raise(ranks, f"writing {out}"):
-            for buffer, ranges in plan.ranges.items() if ranks.rank == 0 else ():
-                if buffer.name:
-                    values = named[buffer.name].detach().cpu().contiguous().reshape(-1)
-                    for of in ranges:
-                        put(of.key, of.at, values[of.start : of.stop])
+            for tensor in plan.whole if ranks.rank == 0 else ():
+                values = tensor.detach().cpu().contiguous().reshape(-1)
+                for at, key, first, numel in plan.places[id(tensor)]:
+                    put(key, first, values[at : at + numel])
         # Of averages, which take the place of weights, there is room for those of one unit.
         apart = itertools.groupby(runtime.units, lambda unit: unit.index if ema and unit.home.trains else -1)
         for units in (list(group) for _, group in apart):
             with runtime.values.averaged(units, ema=ema), all_ranks_or_raise(ranks, f"writing {out}"):
                 for unit, start, values in _read_weights(runtime, plan, units):
-                    for of in plan.within(unit, start, start + len(values)):
-                        low, high = max(start, of.start), min(start + len(values), of.stop)
-                        put(of.key, of.at + low - of.start, values[low - start : high - start])
+                    for at, key, first, numel in plan.parts(unit, start, start + len(values)):
+                        put(key, first, values[at : at + numel])
         for group in plan.converted.items():
             sources: list[Any] = [named[name] for name in sorted(group[0])]
             units = runtime.units.holding(sources)
@@ -380,14 +353,14 @@ def _read_weights(
             for unit in group:
                 tiers.at_home(unit)
                 assert isinstance(unit.home, HostHome)
-                if plan.within(unit, unit.shard_start, unit.shard_start + unit.shard_numel):
+                if plan.parts(unit, unit.shard_start, unit.shard_start + unit.shard_numel):
                     yield unit, unit.shard_start, unit.home.weight
             continue
         chunks = [
             (unit, begin, numel * unit.dtype.itemsize)
             for unit in group
             for begin, numel in chunk_places(unit.shard_numel, tiers.store.chunk_numel)
-            if plan.within(unit, unit.shard_start + begin, unit.shard_start + begin + numel)
+            if plan.parts(unit, unit.shard_start + begin, unit.shard_start + begin + numel)
         ]
         size = max((nbytes for _, _, nbytes in chunks), default=0)
         with contextlib.ExitStack() as held:

@@ -246,13 +246,12 @@ class Contents:
 
     def shard_boxes(self, unit: Unit) -> Iterator[tuple[Segment, Box, int]]:
         """Cut this rank's shard; yield the parameter, a box of it, and its first element in the shard."""
-        low, high = unit.shard_start, unit.shard_start + unit.shard_numel
-        for segment in filter(self.keys, unit.segments):
-            start, stop = max(low, segment.offset), min(high, segment.stop)
-            shift = segment.first - segment.offset
-            for box in boxes(segment.whole_shape, start + shift, stop + shift, BOX_NUMEL):
-                yield segment, box, start - low
-                start += box.numel
+        start = unit.shard_start
+        for segment, low, first, numel in unit.within(start, start + unit.shard_numel):
+            stop = first + numel if self.keys(segment) else first
+            for box in boxes(segment.whole_shape, first, stop, BOX_NUMEL):
+                yield segment, box, low - start
+                low += box.numel
 
     def nbytes(self, rank: int) -> int:
         found = [getattr(value, "nbytes", 0) for value, _ in self.rest] if rank == 0 else []
@@ -608,11 +607,10 @@ class PortableValues:
     def field(self, unit: Unit, field: int, start: int, stop: int) -> Tensor:
         """Return elements of the unit's flat buffer (field 0) or of a moment, fp32; zero where none are."""
         out = torch.zeros(stop - start, device="cpu")
-        for s in unit.segments:
-            low, high = max(start, s.offset), min(stop, s.stop)
+        for s, low, first, numel in unit.within(start, stop):
             stored = dict(enumerate(self._fields.get(id(s.whole), ()))).get(field)
-            if low < high and stored is not None:
-                stored.fill(s.first + low - s.offset, out[low - start : high - start])
+            if stored is not None:
+                stored.fill(first, out[low - start :][:numel])
         return out
 
     def holds(self, unit: Unit) -> bool:

@@ -556,10 +556,9 @@ class CheckpointValues:
             self._scratch = torch.empty(stop - start, dtype=torch.float32, device="cpu")
         dtype = torch.bfloat16 if self.is_exact(unit) else torch.float32
         out = self._scratch.view(dtype)[: stop - start].zero_()
-        for s in unit.segments:
-            low, high = max(start, s.offset), min(stop, s.stop)
-            if low < high and id(s.whole) in self._values:
-                self._read(s, s.first + low - s.offset, out[low - start : high - start])
+        for s, low, first, numel in unit.within(start, stop):
+            if id(s.whole) in self._values:
+                self._read(s, first, out[low - start :][:numel])
         return out
 
     def is_exact(self, unit: Unit) -> bool:
@@ -615,12 +614,9 @@ class CheckpointValues:
 
     def parts(self, unit: Unit, start: int, stop: int) -> Iterator[tuple[int, Part[Stored]]]:
         """Yield the start and source of each stored run in ``[start, stop)`` of the flat buffer."""
-        for s in unit.segments:
-            low, high = max(start, s.offset), min(stop, s.stop)
-            if low < high:
-                [(_, values)] = self._values[id(s.whole)]
-                for part in cut(parts_of(values), s.first + low - s.offset, high - low):
-                    yield low + part.start, part
+        for s, low, first, numel in unit.within(start, stop):
+            [(_, values)] = self._values[id(s.whole)]
+            yield from ((low + part.start, part) for part in cut(parts_of(values), first, numel))
 
     def close(self) -> None:
         self._checkpoint.close()
@@ -639,9 +635,8 @@ class CheckpointValues:
                 )
 
     def _nbytes(self, unit: Unit) -> int:
-        first, last = unit.shard_start, unit.shard_start + unit.shard_numel
         return sum(
-            max(0, min(last, s.stop) - max(first, s.offset)) * max(dtype.itemsize for dtype in values.dtypes)
-            for s in unit.segments
+            numel * max(dtype.itemsize for dtype in values.dtypes)
+            for s, _, _, numel in unit.within(unit.shard_start, unit.shard_start + unit.shard_numel)
             for _, values in self._values.get(id(s.whole), ())
         )

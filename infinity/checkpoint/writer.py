@@ -17,6 +17,7 @@ as fast as through the page cache, which only the ends of a run go through that 
 import errno as errno_names
 import glob
 import json
+import math
 import os
 import re
 import secrets
@@ -214,8 +215,12 @@ class TensorSpec:
     shape: tuple[int, ...]
 
     @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
     def nbytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)

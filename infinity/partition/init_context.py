@@ -300,26 +300,23 @@ class Construction:
         for segment in [s for s in unit.segments if s.whole.shape != s.whole_shape]:
             self.builder.rejoin(unit, segment)
         if self._counts(unit):
-            self.masters.put(unit, functools.partial(self._values, unit.segments))
+            self.masters.put(unit, functools.partial(self._values, unit))
         for s in unit.segments:
             if s.is_last:
                 s.whole.data = placeholder(s.whole_shape, self._dtype(unit, s), s.whole.device)
 
-    def _values(self, segments: list[Segment], start: int, stop: int) -> Tensor:
+    def _values(self, unit: Unit, start: int, stop: int) -> Tensor:
         """Return elements ``[start, stop)`` of the full flat buffer in fp32, gaps as zeros."""
         if self._piece is None or len(self._piece) < stop - start:
             pinned = self.device.type != "cpu"
             with torch.inference_mode(False):  # it is written outside of it, too
                 self._piece = torch.empty(stop - start, dtype=torch.float32, device="cpu", pin_memory=pinned)
         out, position = self._piece[: stop - start], 0
-        for s in segments:
-            low, high = max(start, s.offset), min(stop, s.stop)
-            if low < high:
-                shift = s.first - s.offset
-                values = s.whole.detach().reshape(-1)[low + shift : high + shift]
-                out[position : low - start].zero_()
-                out[low - start : high - start].copy_(values)
-                position = high - start
+        for s, low, first, numel in unit.within(start, stop):
+            at, values = low - start, s.whole.detach().reshape(-1)[first : first + numel]
+            out[position:at].zero_()
+            position = at + numel
+            out[at:position].copy_(values)
         out[position:].zero_()
         return out
 

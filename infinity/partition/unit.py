@@ -251,6 +251,16 @@ class Unit:
     def shard_nbytes(self) -> int:
         return self.shard_numel * self.dtype.itemsize
 
+    def within(self, start: int, stop: int) -> Iterator[tuple[Segment, int, int, int]]:
+        """Yield the segments that elements ``[start, stop)`` of the flat buffer meet.
+
+        Each with the first such element there, the same one's index in the whole parameter, and their number.
+        """
+        for segment in self.segments:
+            low, high = max(start, segment.offset), min(stop, segment.stop)
+            if low < high:
+                yield segment, low, segment.first + low - segment.offset, high - low
+
     @property
     def gathered_nbytes(self) -> int:
         """Bytes that a pool takes for the flat buffer, and for what it is decoded from."""
