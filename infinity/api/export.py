@@ -10,8 +10,6 @@ configs, tokenizer) comes first.
 
 import contextlib
 import itertools
-import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,11 +24,18 @@ from infinity.api.lora import check_adapter
 from infinity.api.merge import MergedModel
 from infinity.api.merge import merge as merge_adapters
 from infinity.api.save_lora import save_lora
-from infinity.api.saved import MAX_SHARD_NBYTES, convert, new_directory, saved_tensors
-from infinity.checkpoint.directory import Checkpoint
+from infinity.api.saved import MAX_SHARD_NBYTES, convert, saved_tensors, write_companions
+from infinity.checkpoint.directory import INDEX, SAFETENSORS, Checkpoint
 from infinity.checkpoint.load import OnProgress, Part, cut, named_targets
-from infinity.checkpoint.quantize import Requantized, directory_values, export_stored
-from infinity.checkpoint.writer import Publication, TensorSpec, check_room, writing
+from infinity.checkpoint.quantize import Requantized, export_stored, open_together
+from infinity.checkpoint.writer import (
+    Publication,
+    TensorSpec,
+    check_room,
+    copy_files,
+    new_directory,
+    plan_files,
+)
 from infinity.comm.ranks import ALONE, all_ranks_or_raise
 from infinity.core.errors import CheckpointError, listed
 from infinity.core.files import user_path
@@ -87,26 +92,24 @@ def export(
         StateError: ``ema``, but the optimizer keeps no average.
     """
     runtime, out = runtime_of(model), user_path(out, "out")
+    how: dict[str, Any] = {"max_shard_nbytes": max_shard_nbytes, "on_progress": on_progress}
     like = None if stored_as is None else user_path(stored_as, "stored_as")
-    how = {"max_shard_nbytes": max_shard_nbytes, "tokenizer": tokenizer, "on_progress": on_progress}
     if merge:
-        return _merge(model, runtime, out, adapter, ema, stored_as=like, **how)
+        return _merge(model, runtime, out, adapter, ema, stored_as=like, tokenizer=tokenizer, **how)
     if like is None:
-        _write(model, runtime, out, ema=ema, **how)
+        _write(model, runtime, out, ema=ema, tokenizer=tokenizer, **how)
         return None
 
-    def shapes() -> dict[str, tuple[int, ...]]:
-        saved = saved_tensors(model, dict(named_targets(model)))
-        return {item.spec.key: item.spec.shape for item in saved}
-
     @contextlib.contextmanager
-    def values(folder: Path) -> Iterator[Checkpoint]:
+    def values() -> Iterator[Checkpoint]:
         with Publication(out, runtime.ranks) as hidden:  # is never published
             _write(model, runtime, plain := hidden.path / "plain", ema=ema, **how)
-            with directory_values(plain, folder, runtime.ranks) as found:
+            with open_together(plain, runtime.ranks) as found:
                 yield found
 
-    return export_stored(like, out, shapes, values, ranks=runtime.ranks, on_progress=on_progress)
+    tensors = {item.spec.key: item.spec for item in saved_tensors(model, dict(named_targets(model)))}
+    prepare = partial(write_companions, model, (), tokenizer)
+    return export_stored(like, out, tensors, values(), prepare, ranks=runtime.ranks, on_progress=on_progress)
 
 
 def stream_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -221,10 +224,12 @@ def export_run(
     run, out = user_path(run, "RUN"), user_path(out, "OUT")
     source = saved_folder(run) / (adapter or "")
     if stored_as is not None:
+        others = (path for path in _files_of(source) if path.suffix != ".safetensors")
+        prepare = partial(copy_files, source, [path for path in others if path.name != SAFETENSORS + INDEX])
+        like = user_path(stored_as, "--stored")
         with Checkpoint(source) as kept:
-            shapes = {key: tuple(tensor.shape) for key, tensor in kept.items()}
-        like, kept_values = user_path(stored_as, "--stored"), partial(directory_values, source, ranks=ALONE)
-        return export_stored(like, out, lambda: shapes, kept_values, ranks=ALONE, on_progress=on_progress)
+            given = contextlib.nullcontext(kept)
+            return export_stored(like, out, kept, given, prepare, ranks=ALONE, on_progress=on_progress)
     values = [path.with_name(VALUES) for path in source.rglob(CONFIG)]
     for needed in values or [source / "config.json"]:
         if not needed.is_file():
@@ -235,21 +240,17 @@ def export_run(
     return None
 
 
+def _files_of(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
 def copy_saved(source: Path, out: Path, change: Callable[[Path], None] = lambda copied: None) -> None:
     """Publish the files of ``source`` as the directory ``out``, by links if the drive has them.
 
     ``change`` is given the copy before it is published; it may replace files, but not write to them.
     """
     with Publication(out) as publication:
-        for path in sorted(p for p in source.rglob("*") if p.is_file()):
-            target = publication.path / path.relative_to(source)
-            with writing(f"writing {target}", target):
-                target.parent.mkdir(exist_ok=True)
-                if path.suffix == ".safetensors":
-                    with contextlib.suppress(OSError):  # another file system, or one without hard links
-                        os.link(path.resolve(), target)
-                        continue
-                shutil.copyfile(path, target)  # a small file, which may be edited
+        copy_files(source, _files_of(source), publication.path)
         change(publication.path)
         publication.publish()
 
@@ -301,13 +302,18 @@ def plan_export(model: nn.Module, named: Mapping[str, Tensor], units: UnitIndex)
     return ExportPlan([item.spec for item in saved], places, whole, converted)
 
 
-def _write(model: nn.Module, runtime: Runtime, out: Path, *, ema: bool, **how: Any) -> None:
+def _write(
+    model: nn.Module, runtime: Runtime, out: Path, *, max_shard_nbytes: int, tokenizer: Any = None, ema: bool,
+    on_progress: OnProgress | None,
+) -> None:  # fmt: skip
     """Write ``model`` to ``out``; every rank must call."""
     ranks = runtime.ranks
     with all_ranks_or_raise(ranks, f"planning {out}"):
         named = dict(named_targets(model))
         plan = plan_export(model, named, runtime.units)
-    with new_directory(model, plan.specs, out, ranks, **how) as put:
+        files = plan_files(plan.specs, max_shard_nbytes)
+    prepare = partial(write_companions, model, files, tokenizer)
+    with new_directory(files, out, ranks, prepare, on_progress=on_progress) as put:
         with all_ranks_or_raise(ranks, f"writing {out}"):
             for tensor in plan.whole if ranks.rank == 0 else ():
                 values = tensor.detach().cpu().contiguous().reshape(-1)

@@ -14,7 +14,7 @@ same bits for matrices of one block, and within rounding for larger ones.
 import contextlib
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from infinity.api.adapters import SavedAdapters
 from infinity.api.lora import wrap
-from infinity.api.saved import MAX_SHARD_NBYTES, convert, new_directory, saved_tensors, write_companions
+from infinity.api.saved import MAX_SHARD_NBYTES, convert, saved_tensors, write_companions
 from infinity.checkpoint.directory import Checkpoint, Latest, Stored, View
 from infinity.checkpoint.forms import decode_checkpoint, read_quantization
 from infinity.checkpoint.load import (
@@ -39,7 +39,7 @@ from infinity.checkpoint.load import (
 )
 from infinity.checkpoint.model import build_model, read_config
 from infinity.checkpoint.quantize import Requantized, export_stored
-from infinity.checkpoint.writer import TensorSpec
+from infinity.checkpoint.writer import TensorSpec, new_directory, plan_files
 from infinity.comm.ranks import ALONE, Ranks, all_ranks_or_raise
 from infinity.core.errors import CheckpointError
 
@@ -308,21 +308,17 @@ def merge(
             not finite.
         DiskError: A drive failed or is full.
     """
+    how: dict[str, Any] = {"ranks": ranks, "on_progress": on_progress}
+    companions = partial(write_companions, merged.model)
     if stored_as is not None:
-
-        @contextlib.contextmanager
-        def values(folder: Path) -> Iterator[Mapping[str, Stored]]:
-            with all_ranks_or_raise(ranks, f"writing {out}"):
-                if ranks.rank == 0:
-                    write_companions(merged.model, (), folder, tokenizer)
-            yield merged.tensors
-
-        shapes = {key: tuple(each.shape) for key, each in merged.tensors.items()}
-        return export_stored(stored_as, out, lambda: shapes, values, ranks=ranks, on_progress=on_progress)
+        values = contextlib.nullcontext(merged.tensors)
+        return export_stored(
+            stored_as, out, merged.tensors, values, partial(companions, (), tokenizer), **how
+        )
     specs = [TensorSpec(key, each.dtype, tuple(each.shape)) for key, each in merged.tensors.items()]
-    how = {"max_shard_nbytes": max_shard_nbytes, "tokenizer": tokenizer, "on_progress": on_progress}
+    files = plan_files(specs, max_shard_nbytes)
     with (
-        new_directory(merged.model, specs, out, ranks, **how) as put,
+        new_directory(files, out, prepare=partial(companions, files, tokenizer), **how) as put,
         all_ranks_or_raise(ranks, f"writing {out}"),
     ):
         for spec in specs[ranks.rank :: ranks.world_size]:

@@ -5,8 +5,7 @@ import dataclasses
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,17 +21,8 @@ from infinity.checkpoint.directory import (
     with_layer,
     without_layer,
 )
-from infinity.checkpoint.load import OnProgress, Part, Trace, is_transformers
-from infinity.checkpoint.writer import (
-    FilePlan,
-    Publication,
-    RangeWriter,
-    TensorSpec,
-    create_files,
-    plan_files,
-    writing,
-)
-from infinity.comm.ranks import Ranks, all_ranks_or_raise
+from infinity.checkpoint.load import Part, Trace, is_transformers
+from infinity.checkpoint.writer import FilePlan, TensorSpec, copy_files, writing
 from infinity.core.errors import CheckpointError
 from infinity.core.files import user_path
 
@@ -164,47 +154,7 @@ def _reverted(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-@contextmanager
-def new_directory(
-    model: nn.Module, specs: Sequence[TensorSpec], out: Path, ranks: Ranks, *, max_shard_nbytes: int,
-    tokenizer: Any, on_progress: OnProgress | None = None,
-) -> Iterator[Callable[[str, int, Tensor], None]]:  # fmt: skip
-    """Make a directory of ``model``, which appears at ``out`` after the block, in which all values are put.
-
-    Yields ``put(key, start, values)``, which writes elements of a tensor from ``start`` on; see
-    :class:`RangeWriter`. Every rank must call, and all of them together put each element once. To
-    ``on_progress`` all that a rank writes is an equal part of it.
-    """
-    nbytes = sum(spec.nbytes for spec in specs)
-    with all_ranks_or_raise(ranks, f"planning {out}"):
-        files = plan_files(specs, max_shard_nbytes)
-    with Publication(out, ranks) as place:
-        with all_ranks_or_raise(ranks, f"making {place.out}"):
-            if ranks.rank == 0:
-                create_files(place.path, files)
-                write_companions(model, files, place.path, tokenizer)
-        with RangeWriter() as writer:
-            with all_ranks_or_raise(ranks, f"writing {place.out}"):
-                opened = [(writer.open(place.path / file.name), file.starts) for file in files]
-            places = {key: (file, first) for file, starts in opened for key, first in starts.items()}
-
-            def put(key: str, start: int, values: Tensor) -> None:
-                file, first = places[key]
-                writer.write(file, first + start * values.itemsize, values)
-                writer.check()
-                if on_progress is not None:
-                    on_progress("writing", writer.nbytes, nbytes // ranks.world_size)
-
-            yield put
-            with all_ranks_or_raise(ranks, f"writing {place.out}"):
-                writer.finish()
-            written = ranks.sum(writer.nbytes, f"bytes of {place.out}")
-            assert written == nbytes, f"{written} bytes of {nbytes} were written"
-        with all_ranks_or_raise(ranks, f"publishing {place.out}"):
-            place.publish()
-
-
-def write_companions(model: Any, files: Sequence[FilePlan], folder: Path, tokenizer: Any) -> None:
+def write_companions(model: Any, files: Sequence[FilePlan], tokenizer: Any, folder: Path) -> None:
     """Write what a directory of ``model`` has beside its ``files``: index, configs, the tokenizer's files."""
     with writing(f"writing to {folder}", folder):
         if len(files) > 1:
@@ -236,7 +186,7 @@ def write_companions(model: Any, files: Sequence[FilePlan], folder: Path, tokeni
                     f"{source} holds no tokenizer; wanted a directory with tokenizer.json or the like, or "
                     "such a file"
                 )
-            for path in found:
-                target = folder / ("tokenizer.json" if path == source else path.relative_to(source))
-                target.parent.mkdir(exist_ok=True)
-                shutil.copyfile(path, target)
+            if found == [source]:
+                shutil.copyfile(source, folder / "tokenizer.json")
+            else:
+                copy_files(source, found, folder)

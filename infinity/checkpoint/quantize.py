@@ -34,7 +34,7 @@ import math
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -58,15 +58,7 @@ from infinity.checkpoint.forms import HF_QUANT_CONFIG, declared, decode_checkpoi
 from infinity.checkpoint.load import OnProgress, sources_of
 from infinity.checkpoint.model import build_model, is_ours, read_config
 from infinity.checkpoint.quantized import Decoded, unchanged
-from infinity.checkpoint.writer import (
-    FilePlan,
-    Publication,
-    RangeWriter,
-    TensorSpec,
-    create_files,
-    plan_files,
-    writing,
-)
+from infinity.checkpoint.writer import FilePlan, TensorSpec, copy_files, new_directory, plan_files, writing
 from infinity.comm.ranks import Ranks, agree, all_ranks_or_raise, gather
 from infinity.core.errors import CheckpointError, library_errors, listed
 from infinity.core.nbytes import format_nbytes
@@ -123,7 +115,7 @@ class QuantizedLayout(Checkpoint):
             raise CheckpointError(
                 f"{self.path} holds pickled weights, not safetensors in a stored form: export without it"
             )
-        stored = list(self.values())
+        stored, self.keys_of = list(self.values()), {id(each): key for key, each in self.items()}
         decode_checkpoint(self, quantization)
         self.form = str(quantization)
         used = {id(part) for tensor in self.values() for part in _stored_parts(tensor)}
@@ -160,45 +152,29 @@ def _stored_parts(tensor: Stored) -> list[Stored]:
     return [part.tensor for part in tensor.parts] if isinstance(tensor, Decoded) else [tensor]
 
 
-def _other_files(plain: Path) -> list[Path]:
-    """Return the files of a directory but those of weights."""
-    files = (path for path in plain.rglob("*") if path.is_file())
-    return [path for path in files if path.suffix != ".safetensors" and path.name != SAFETENSORS + INDEX]
-
-
 @contextmanager
-def directory_values(
-    plain: Path, folder: Path, ranks: Ranks, companions: Callable[[Path], Iterable[Path]] = _other_files
-) -> Iterator[Checkpoint]:
-    """Open a directory of plain weights, for :func:`export_stored`.
-
-    ``companions`` returns the other files that are copied to ``folder``.
-    """
-    with all_ranks_or_raise(ranks, f"copying files of {plain}"), writing(f"writing to {folder}", folder):
-        for path in sorted(companions(plain)) if ranks.rank == 0 else ():
-            target = folder / path.relative_to(plain)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, target)
-    with all_ranks_or_raise(ranks, f"opening {plain}"):
-        values = Checkpoint(plain)
+def open_together(path: Path, ranks: Ranks) -> Iterator[Checkpoint]:
+    """Open a directory of plain weights on every rank; none goes on if one cannot."""
+    with all_ranks_or_raise(ranks, f"opening {path}"):
+        values = Checkpoint(path)
     with values:
         yield values
 
 
 def export_stored(
-    like: Path, out: Path, shapes: Callable[[], Mapping[str, tuple[int, ...]]],
-    source: Callable[[Path], AbstractContextManager[Mapping[str, Stored]]], *, ranks: Ranks,
+    like: Path, out: Path, tensors: Mapping[str, Stored | TensorSpec],
+    values: AbstractContextManager[Mapping[str, Stored]], prepare: Callable[[Path], object], *, ranks: Ranks,
     on_progress: OnProgress | None = None,
 ) -> Requantized:  # fmt: skip
     """Write a model to ``out`` in the stored form of ``like``; every rank must call.
 
-    ``shapes`` returns the shapes of the model's tensors, by key. ``source(folder)``, entered on every rank,
-    gives their values, and makes the other files of the model in ``folder``, where ``out`` is made.
+    ``tensors`` describes the model's by key. ``values``, entered on every rank when there is room for all,
+    gives their values. On rank 0 ``prepare(folder)`` makes the model's other files.
     """
     with contextlib.ExitStack() as stack:
         with all_ranks_or_raise(ranks, f"planning {out}"):
             form = stack.enter_context(QuantizedLayout(like))
-            sources = form.match(shapes())
+            sources = form.match({key: tuple(each.shape) for key, each in tensors.items()})
             seen = [(f.path.name, hashlib.blake2b(f.header).hexdigest(), f.sample()) for f in form.files]
         on_first = agree(seen, ranks.world_size, f"comparing the files of {like}")
         with all_ranks_or_raise(ranks, f"planning {out}"):
@@ -206,21 +182,22 @@ def export_stored(
                 raise CheckpointError(
                     f"{like} holds other files on rank {ranks.rank} than on rank 0: give one that all see"
                 )
-        place = stack.enter_context(Publication(out, ranks))
-        out, folder = place.out, place.path
-        with all_ranks_or_raise(ranks, f"making {out}"):
-            if ranks.rank == 0:
-                create_files(folder, [FilePlan(f.path.name, f.header, {}, f.nbytes) for f in form.files])
-        with source(folder) as values:
+        files = [
+            FilePlan(f.path.name, f.header, {key: each.offset for key, each in f.tensors.items()}, f.nbytes)
+            for f in form.files
+        ]
+
+        def prepare_all(folder: Path) -> None:
+            prepare(folder)
+            _declare(form, folder)
+
+        how: dict[str, Any] = {"doing": "quantizing", "on_progress": on_progress}
+        with new_directory(files, out, ranks, prepare_all, **how) as put, values as given:
             with all_ranks_or_raise(ranks, f"writing {out}"):
-                mine = _write_tensors(form, sources, values, folder, ranks, on_progress)
+                mine = _write_tensors(form, sources, given, put, ranks)
             errors: dict[str, float] = {}
             for each in gather(mine, ranks, f"errors of {out}"):
                 errors |= each
-        with all_ranks_or_raise(ranks, f"publishing {out}"):
-            if ranks.rank == 0:
-                _declare(form, folder)
-            place.publish()
         largest, worst = max(((error, key) for key, error in errors.items()), default=(0.0, ""))
         mean, copied = sum(errors.values()) / max(1, len(errors)), list(sources.values()).count(None)
         result = Requantized(form.form, len(errors), mean, largest, worst, copied)
@@ -228,42 +205,32 @@ def export_stored(
 
 
 def _write_tensors(
-    form: QuantizedLayout, sources: Mapping[str, str | None], values: Mapping[str, Stored], folder: Path,
-    ranks: Ranks, on_progress: OnProgress | None,
+    form: QuantizedLayout, sources: Mapping[str, str | None], values: Mapping[str, Stored],
+    write: Callable[[str, int, Tensor], None], ranks: Ranks,
 ) -> dict[str, float]:  # fmt: skip
     """Write this rank's share of the tensors; return the errors of its weights, by key."""
     mine, errors = slice(ranks.rank, None, ranks.world_size), dict[str, float]()
-    with RangeWriter() as writer:
-        outputs = [writer.open(folder / file.path.name) for file in form.files]
-        parts = [part for tensor in list(form.values())[mine] for part in _stored_parts(tensor)]
-        nbytes = sum(each.shape.numel() * each.dtype.itemsize for each in (*parts, *form.others[mine]))
 
-        def put(tensor: Stored, start: int, new: Tensor) -> None:
-            for place in tensor.ranges(start, len(new)):
-                writer.write(outputs[place.file], place.offset, new.contiguous())
-            if on_progress is not None:
-                on_progress("quantizing", writer.nbytes, nbytes)
+    def put(tensor: Stored, start: int, new: Tensor) -> None:
+        write(form.keys_of[id(tensor)], start, new.contiguous())
 
-        copied = list(form.others[mine])
-        order: dict[str | None, int] = {key: at for at, key in enumerate(values)}
-        # As the values come: those that are made of one tensor are made once.
-        for key, tensor in sorted([*form.items()][mine], key=lambda each: order.get(sources[each[0]], -1)):
-            source = sources[key]
-            if source is None:
-                copied += _stored_parts(tensor)
-            elif isinstance(tensor, Decoded):
-                what = f"{key} cannot be quantized as {form.form}"
-                with library_errors(CheckpointError, what):
-                    lost, total = tensor.encode(values[source], put)
-                errors[key] = math.sqrt(lost / total) if lost else 0.0
-            else:
-                for start, held in values[source].pieces():
-                    put(tensor, start, _rounded(form, key, start, held))
-            writer.check()
-        for tensor in copied:
-            for start, held in tensor.pieces():
-                put(tensor, start, held)
-        writer.finish()
+    copied = list(form.others[mine])
+    order: dict[str | None, int] = {key: at for at, key in enumerate(values)}
+    # As the values come: those that are made of one tensor are made once.
+    for key, tensor in sorted([*form.items()][mine], key=lambda each: order.get(sources[each[0]], -1)):
+        source = sources[key]
+        if source is None:
+            copied += _stored_parts(tensor)
+        elif isinstance(tensor, Decoded):
+            with library_errors(CheckpointError, f"{key} cannot be quantized as {form.form}"):
+                lost, total = tensor.encode(values[source], put)
+            errors[key] = math.sqrt(lost / total) if lost else 0.0
+        else:
+            for start, held in values[source].pieces():
+                put(tensor, start, _rounded(form, key, start, held))
+    for tensor in copied:
+        for start, held in tensor.pieces():
+            put(tensor, start, held)
     return errors
 
 
@@ -487,18 +454,13 @@ def quantize_checkpoint(
 
     Memory holds a piece of a matrix at a time (of NVFP4 a whole one). Raises errors of an export.
     """
-
-    def shapes() -> dict[str, _Shape]:
-        with Checkpoint(source) as plain:
-            return {key: tuple(tensor.shape) for key, tensor in plain.items()}
-
-    def companions(plain: Path) -> list[Path]:
-        found = [plain / name for name in ("config.json", "generation_config.json")]
-        return [path for path in found if path.is_file()] + tokenizer_files(plain)
-
-    values = partial(directory_values, source, ranks=ranks, companions=companions)
-    result = export_stored(like, out, shapes, values, ranks=ranks, on_progress=on_progress)
-    with Checkpoint(source) as plain, Checkpoint(like) as made:
+    configs = [source / name for name in ("config.json", "generation_config.json")]
+    companions = [path for path in configs if path.is_file()] + tokenizer_files(source)
+    prepare = partial(copy_files, source, companions)
+    with open_together(source, ranks) as plain, open_together(like, ranks) as made:
+        result = export_stored(
+            like, out, plain, contextlib.nullcontext(plain), prepare, ranks=ranks, on_progress=on_progress
+        )
         packed = [(made.get(key), each) for key, each in plain.items() if len(each.shape) == 3]
         left = [
             each.shape.numel() * each.dtype.itemsize

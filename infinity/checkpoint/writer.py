@@ -23,7 +23,7 @@ import re
 import secrets
 import shutil
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
@@ -286,6 +286,19 @@ def create_files(folder: Path, plans: Sequence[FilePlan]) -> None:
             file.write(plan.header)
 
 
+def copy_files(source: Path, paths: Iterable[Path], folder: Path) -> None:
+    """Copy files of ``source`` to their places in ``folder``; weights by links if the drive has them."""
+    for path in sorted(paths):
+        target = folder / path.relative_to(source)
+        with writing(f"writing {target}", target):
+            target.parent.mkdir(exist_ok=True)
+            if path.suffix == ".safetensors":
+                with suppress(OSError):  # another file system, or one without hard links
+                    os.link(path.resolve(), target)
+                    continue
+            shutil.copyfile(path, target)  # a small file, which may be edited
+
+
 class OutputFile:
     """Owns a file that is written past the page cache where the file system allows it."""
 
@@ -419,3 +432,42 @@ class RangeWriter(AbstractContextManager["RangeWriter"]):
         self._threads.shutdown(cancel_futures=True)  # they write to the files, and end first
         for file in self._opened:
             file.close()
+
+
+@contextmanager
+def new_directory(
+    files: Sequence[FilePlan], out: Path, ranks: Ranks, prepare: Callable[[Path], object], *,
+    doing: str = "writing", on_progress: Callable[[str, int, int], object] | None = None,
+) -> Iterator[Callable[[str, int, Tensor], None]]:  # fmt: skip
+    """Make a directory of ``files``, which appears at ``out`` after the block, in which all values are put.
+
+    Yields ``put(key, start, values)``, which writes elements of a tensor from ``start`` on; see
+    :class:`RangeWriter`. Every rank must call, and all of them together put each element once. On rank 0
+    ``prepare(folder)`` writes what the directory has beside ``files`` first. ``on_progress`` is called with
+    ``doing``, the bytes that this rank has written, and an equal part of all.
+    """
+    nbytes = sum(file.nbytes - len(file.header) for file in files)
+    with Publication(out, ranks) as place:
+        with all_ranks_or_raise(ranks, f"making {place.out}"):
+            if ranks.rank == 0:
+                create_files(place.path, files)
+                prepare(place.path)
+        with RangeWriter() as writer:
+            with all_ranks_or_raise(ranks, f"writing {place.out}"):
+                opened = [(writer.open(place.path / file.name), file.starts) for file in files]
+            places = {key: (file, first) for file, starts in opened for key, first in starts.items()}
+
+            def put(key: str, start: int, values: Tensor) -> None:
+                file, first = places[key]
+                writer.write(file, first + start * values.itemsize, values)
+                writer.check()
+                if on_progress is not None:
+                    on_progress(doing, writer.nbytes, nbytes // ranks.world_size)
+
+            yield put
+            with all_ranks_or_raise(ranks, f"writing {place.out}"):
+                writer.finish()
+            written = ranks.sum(writer.nbytes, f"bytes of {place.out}")
+            assert written == nbytes, f"{written} bytes of {nbytes} were written"
+        with all_ranks_or_raise(ranks, f"publishing {place.out}"):
+            place.publish()

@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 import infinity
-from infinity.api import saved
 from infinity.api.export import check_room_for, export_run
 from infinity.checkpoint import writer
 from infinity.checkpoint.writer import Publication
@@ -204,7 +203,7 @@ def export_until_killed(folder: str, stop_at: str) -> None:
         signal.pause()
 
     if stop_at == "values":
-        saved.RangeWriter.flush = wait  # type: ignore[method-assign]
+        writer.RangeWriter.flush = wait  # type: ignore[method-assign]
     else:
         os.rename = Path.rename = wait  # type: ignore[assignment, method-assign]
     infinity.export(model, Path(folder, "out"))

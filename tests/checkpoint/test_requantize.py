@@ -379,13 +379,13 @@ def test_files_are_closed_when_no_thread_writes_to_them_any_more(written, tmp_pa
 
 def fill_disk(patch, fails):
     """Let there be no room for an export at all, its values in bf16, its quantized ones, or its configs."""
-    full, free, writer = OSError(errno.ENOSPC, ""), shutil.disk_usage, quantize.RangeWriter
+    full, free, write = OSError(errno.ENOSPC, ""), shutil.disk_usage, quantize._write_tensors
 
-    def write_to_full_disk():
+    def write_to_full_disk(*args):
         fail_writes(patch, full, after=0)
-        return writer()
+        return write(*args)
 
-    def refuse(*paths):
+    def refuse(*args, **how):
         raise full
 
     if fails == "room":
@@ -393,9 +393,9 @@ def fill_disk(patch, fails):
     elif fails == "plain":
         fail_writes(patch, full, after=1)
     elif fails == "form":
-        patch.setattr(quantize, "RangeWriter", write_to_full_disk)
+        patch.setattr(quantize, "_write_tensors", write_to_full_disk)
     elif fails == "configs":
-        patch.setattr(shutil, "copyfile", refuse)
+        patch.setattr(Path, "write_text", refuse)
 
 
 @pytest.mark.parametrize("fails", ["room", "size", "plain", "form", "configs"])
