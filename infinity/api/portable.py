@@ -46,6 +46,7 @@ from infinity.comm.ranks import all_ranks_or_raise, gather
 from infinity.core.errors import CheckpointError, StateError, library_errors
 from infinity.core.files import user_path
 from infinity.core.nbytes import Box, Transfer, boxes
+from infinity.device.accelerator import trim_heap
 from infinity.engine.runtime import Runtime, runtime_of
 from infinity.optim.dictionaries import RULE, carried
 from infinity.optim.rule import OFFSET, Rule
@@ -410,6 +411,7 @@ def _write_unit(unit: Unit, contents: Contents, read_fields: ReadFields, file: "
                 done += taken
             while values:  # one after the other, so that no two boxes are in memory
                 file.add(keys[-len(values)], box, values.pop(0).view(box.sizes))
+            trim_heap()  # of what torch.save left
             file.writer.check()
 
 

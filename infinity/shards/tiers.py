@@ -24,6 +24,7 @@ from infinity.core import budget
 from infinity.core.errors import BudgetError, DiskError, StateError
 from infinity.core.lifecycle import Tier
 from infinity.core.nbytes import Transfer, format_nbytes, rounded
+from infinity.device.accelerator import trim_heap
 from infinity.device.memory import Lease
 from infinity.optim.matrix import matrices_of
 from infinity.optim.rule import OFFSET
@@ -464,7 +465,9 @@ class Tiers:
             return
         if write and isinstance(home, BaseHome):
             home = self._on_disk(unit)
-        yield from home.chunks(read=read, write=write)
+        for chunk in home.chunks(read=read, write=write):
+            yield chunk
+            trim_heap()  # of what was made of it
 
     def adopt(self, unit: Unit, versions: list[Version], committed: int) -> None:
         """Give a unit versions found on NVMe; a unit that lives in host memory is read from them."""
