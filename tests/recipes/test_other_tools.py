@@ -314,7 +314,7 @@ def test_rows_name_keys_that_there_are_and_tools_are_told_apart() -> None:
     assert tool_of({"zero_optimization": 3}) == "DeepSpeed"
 
 
-def test_the_best_model_of_evaluations_after_each_epoch_is_kept() -> None:
+def test_the_best_model_of_evaluations_after_each_epoch_is_kept(folder: Path) -> None:
     given = {"max_steps": -1, "num_train_epochs": 3, "eval_strategy": "epoch", "load_best_model_at_end": True}
     found = translated(ARGUMENTS | given | {"metric_for_best_model": "eval_accuracy", "bf16_full_eval": True})
     train = found.recipe.train
