@@ -100,8 +100,7 @@ class Loop:
         self._after: list[Callable[[int, float], bool]] = []
         if recipe.train.sample_every is not None:
             tasks = {task.name: partial(task.within, model) for task in self.tasks}
-            samples = Samples(recipe, model, tasks, folder, after=self.step, agree=self._mean, say=views.log)
-            self._after.append(samples.after)
+            self._after.append(Samples(recipe, model, tasks, self._mean, views).after)
         if folder is not None and recipe.checkpoint.every is not None:
             checkpoints = Checkpoints(
                 recipe.checkpoint, optimizer, folder, step=self.step, steps=recipe.steps, agree=self._mean,

@@ -20,7 +20,7 @@ from infinity.comm.ranks import rank, world_size
 from infinity.core.errors import RecipeError, library_errors
 from infinity.core.files import read_file
 from infinity.data.tokenizer import Chat, DataError, MalformedError, Tokenizer, open_tokenizer
-from infinity.observe.metrics import StepLines
+from infinity.observe.metrics import Sample, StepLines, View
 from infinity.recipes.models import GPT
 from infinity.recipes.recipe import Recipe
 
@@ -151,44 +151,41 @@ def read_prompts(path: str) -> list[str | Chat]:
     return found
 
 
-class Samples:
-    """What the model writes after each of the recipe's prompts, every ``train.sample_every`` steps.
+class SamplesFile(View):
+    """View that adds samples to a file of :class:`StepLines`, by whose arguments it is opened."""
 
-    Rank 0 appends them to a file in ``folder``, whose lines after step ``after`` are cut, and calls ``say``.
-    """
+    def __init__(self, path: Path, **how: Any) -> None:
+        self._lines = StepLines(path, **how)
+
+    def sampled(self, sample: Sample) -> None:
+        more = {"adapter": sample.adapter} if sample.adapter else {}
+        self._lines.add({"step": sample.step, "prompt": sample.prompt, "text": sample.text} | more)
+
+
+class Samples:
+    """Shows ``views`` every ``train.sample_every`` steps what the model writes after the recipe's prompts."""
 
     def __init__(
         self, recipe: Recipe, model: Any, tasks: Mapping[str, Callable[[], AbstractContextManager[None]]],
-        folder: Path | None, *, after: int, agree: Callable[[float], float], say: Callable[[str], object],
+        agree: Callable[[float], float], views: View,
     ) -> None:  # fmt: skip
         train = recipe.train
         assert train.sample_prompts is not None
         assert train.sample_every is not None
         self._prompts, self._how = read_prompts(train.sample_prompts), Writing(train.sample_tokens)
         self._every = train.sample_every
-        self._writer, self._tasks, self._say = Writer(model, recipe, agree), tasks, say
+        self._writer, self._tasks, self._views = Writer(model, recipe, agree), tasks, views
         for prompt in self._prompts:
             self._writer.encode(prompt)  # it may be refused, before the first step
-        self._lines = None if folder is None or rank() else StepLines(folder / SAMPLES, after=after)
 
     def after(self, step: int, step_s: float) -> bool:
         """Write all samples if there are some after ``step``; return whether there were. Every rank calls."""
         if step % self._every:
             return False
         for name, using in self._tasks.items():
-            for prompt in self._prompts:
+            for number, prompt in enumerate(self._prompts, start=1):
                 with using():
                     text = "".join(self._writer.write(prompt, self._how))
                 shown = prompt if isinstance(prompt, str) else prompt.messages
-                self._say(
-                    f"sample after step {step}{f' of {name}' if name else ''}: {_shortened(shown)} => {text}"
-                )
-                if self._lines is not None:
-                    more = {"adapter": name} if name else {}
-                    self._lines.add({"step": step, "prompt": shown, "text": text} | more)
+                self._views.sampled(Sample(step, shown, text, name, number))
         return True
-
-
-def _shortened(prompt: Any) -> str:
-    text = prompt if isinstance(prompt, str) else str(prompt[-1].get("content", ""))
-    return text if len(text) <= 80 else f"... {text[-76:]}"

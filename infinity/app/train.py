@@ -23,7 +23,7 @@ from infinity.api.optimizer import Optimizer
 from infinity.app import runs
 from infinity.app.best import Best
 from infinity.app.loop import Loop
-from infinity.app.samples import end_answers, read_prompts
+from infinity.app.samples import SAMPLES, SamplesFile, end_answers, read_prompts
 from infinity.checkpoint.directory import tokenizer_files
 from infinity.checkpoint.distcp import DistributedCheckpoint
 from infinity.checkpoint.load import OnProgress
@@ -199,6 +199,8 @@ def _open_files(recipe: Recipe, model: Any, folder: Path, views: View, after: in
     if recipe.observe.metrics:
         synced = recipe.durability.survives == "power"
         views.add(metrics.MetricsFile(folder / runs.METRICS, after=after, synced=synced))
+    if recipe.train.sample_every is not None:
+        views.add(SamplesFile(folder / SAMPLES, after=after))
     settings = {key: recipe.value(key) for key in keys_of(Recipe)}
     for key, sink in SINKS.items():
         if getattr(recipe.observe, key):

@@ -8,7 +8,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from itertools import takewhile
 from pathlib import Path
 from statistics import median
@@ -145,6 +145,23 @@ class Evaluation:
         return {"loss": self.loss, **adapters, **self.metrics}
 
 
+class Sample(NamedTuple):
+    """What the model writes after a prompt, a text or messages, when ``step`` steps are made."""
+
+    step: int
+    prompt: str | Sequence[Mapping[str, Any]]
+    text: str
+    adapter: str = ""  # one of several
+    number: int = 1  # of the prompt
+
+    def __str__(self) -> str:
+        prompt = self.prompt if isinstance(self.prompt, str) else str(self.prompt[-1].get("content", ""))
+        begin = prompt if len(prompt) <= 80 else f"... {prompt[-76:]}"
+        return (
+            f"sample after step {self.step}{self.adapter and f' of {self.adapter}'}: {begin} => {self.text}"
+        )
+
+
 def mean_of(means: Sequence[float], counts: Sequence[int]) -> float:
     """Return the mean over all examples of parts, each with its own mean over ``counts`` of them."""
     return sum(mean * (count / sum(counts)) for mean, count in zip(means, counts, strict=True))
@@ -172,6 +189,10 @@ class View:
     def evaluated(self, found: Evaluation) -> None:
         """Show a held-out loss."""
         self._each("evaluated", found)
+
+    def sampled(self, sample: Sample) -> None:
+        """Show what the model writes."""
+        self._each("sampled", sample)
 
     def take(self, line: StepReport | Evaluation) -> None:
         if isinstance(line, StepReport):
@@ -245,6 +266,9 @@ class ProgressDisplay(View):
         text = f"step {found.step}/{self._steps}  held-out loss {found.loss:.4f}{_each(found.adapters)}"
         text += f"  perplexity {perplexity(found.loss):,.2f}" if found.per_token else ""
         self.log("  ".join([text, *(f"{name} {value:.4g}" for name, value in found.metrics.items())]))
+
+    def sampled(self, sample: Sample) -> None:
+        self.log(str(sample))
 
     def log(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)  # above the bar
@@ -422,21 +446,6 @@ class LossSummary:
     last_perplexity: float | None = None
     skipped: int = 0  # steps
 
-    def trained(self, report: AdapterReport) -> "LossSummary":
-        """Return the losses with those of one step more."""
-        found = replace(self, skipped=self.skipped + report.skipped)
-        return found if report.loss is None else found._with("loss", report.loss)
-
-    def evaluated(self, loss: float, per_token: bool) -> "LossSummary":
-        """Return the losses with those of one evaluation more."""
-        found = self._with("held_out", loss)
-        return found._with("perplexity", perplexity(loss)) if per_token else found
-
-    def _with(self, name: str, value: float) -> "LossSummary":
-        first: Any = getattr(self, f"first_{name}")
-        ends: dict[str, Any] = {f"first_{name}": value if first is None else first, f"last_{name}": value}
-        return replace(self, **ends)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Summary(LossSummary):
@@ -490,7 +499,7 @@ class SummaryBuilder(View):
         self._sums: Counter[str] = Counter()  # over all steps
         self._stall_s: Counter[str] = Counter()
         self._peak: dict[str, int] = {}
-        self._losses = defaultdict[str, LossSummary](LossSummary)  # of each adapter, and of all by ""
+        self._losses = defaultdict[str, dict[str, Any]](dict)  # of each adapter, and of all by ""
         self._ends: list[StepReport] = []  # the first and the last
         self._metrics: Mapping[str, float] = {}  # of the last evaluation
 
@@ -508,12 +517,20 @@ class SummaryBuilder(View):
         for tier, nbytes in report.peak_nbytes.items():
             self._peak[tier] = max(nbytes, self._peak.get(tier, 0))
         for name, each in {"": report, **report.adapters}.items():
-            self._losses[name] = self._losses[name].trained(each)
+            self._seen(name, skipped=each.skipped, loss=each.loss)
 
     def evaluated(self, found: Evaluation) -> None:
         for name, loss in {"": found.loss, **found.adapters}.items():
-            self._losses[name] = self._losses[name].evaluated(loss, found.per_token)
+            self._seen(name, held_out=loss, perplexity=perplexity(loss) if found.per_token else None)
         self._metrics = found.metrics
+
+    def _seen(self, adapter: str, *, skipped: bool = False, **figures: float | None) -> None:
+        losses = self._losses[adapter]
+        losses["skipped"] = losses.get("skipped", 0) + skipped
+        for name, value in figures.items():
+            if value is not None:
+                losses.setdefault(f"first_{name}", value)
+                losses[f"last_{name}"] = value
 
     def result(self, *, folder: Path, **others: Any) -> Summary:
         """Return the summary so far; ``others`` are the fields that do not follow from figures of steps."""
@@ -526,9 +543,9 @@ class SummaryBuilder(View):
             medians |= {"planned_nbytes_read": None, "planned_nbytes_written": None}
         sums, stall_s = self._sums, dict[str, float](self._stall_s)
         first, last = (self._ends[0], self._ends[-1]) if self._ends else (None, None)
-        losses = {"": LossSummary(), **self._losses}
+        adapters = {name: LossSummary(**each) for name, each in self._losses.items() if name}
         return Summary(
-            folder=str(folder), **medians, **others, **asdict(losses.pop("")), adapters=losses,
+            folder=str(folder), **medians, **others, **self._losses[""], adapters=adapters,
             metrics=dict(self._metrics), steps=sums["steps"], first_step=first.step if first else 1,
             steps_off_plan=int(sum(off_plan)), steps_rolled_back=sums["redone"],
             spilled_nbytes=last.spilled_nbytes if last else 0, tiles=last.tiles if last else 0,

@@ -1,4 +1,4 @@
-"""Sinks of a run's scalars: TensorBoard, Weights & Biases, and MLflow.
+"""Sinks of a run's scalars and samples: TensorBoard, Weights & Biases, and MLflow.
 
 [Note: a sink harms nothing]
 Only rank 0 has sinks. A package that is missing is an error before training; whatever fails later, such as a
@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 from infinity.core.errors import InfinityError, first_line
 from infinity.core.files import read_file, write_file
-from infinity.observe.metrics import Evaluation, StepReport, View, perplexity
+from infinity.observe.metrics import Evaluation, Sample, StepReport, View, perplexity
 
 #: The project, or experiment, of runs for which the environment names none.
 _PROJECT = "infinity"
@@ -62,6 +62,10 @@ class Sink(View):
     def evaluated(self, found: Evaluation) -> None:
         self.step(found)
 
+    def sampled(self, sample: Sample) -> None:
+        name = "/".join(filter(None, ("samples", sample.adapter, str(sample.number))))
+        self._try(self.write, sample.step, name, str(sample))
+
     def close(self) -> None:
         self._try(self.end)
 
@@ -71,6 +75,10 @@ class Sink(View):
 
     def put(self, step: int, scalars: Mapping[str, float]) -> None:
         """Add scalars of a step."""
+        raise NotImplementedError
+
+    def write(self, step: int, name: str, text: str) -> None:
+        """Add a text of a step."""
         raise NotImplementedError
 
     def end(self) -> None:
@@ -111,6 +119,9 @@ class TensorBoard(Sink):
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
+    def write(self, step: int, name: str, text: str) -> None:
+        self._writer.add_text(name, text, step)
+
     def end(self) -> None:
         self._writer.close()
 
@@ -129,6 +140,9 @@ class WeightsAndBiases(Sink):
 
     def put(self, step: int, scalars: Mapping[str, float]) -> None:
         self._run.log(dict(scalars), step=step)
+
+    def write(self, step: int, name: str, text: str) -> None:
+        self._run.log({name: text}, step=step)
 
     def end(self) -> None:
         self._run.finish()
@@ -159,6 +173,9 @@ class MLflow(Sink):
         now_ms = int(1000 * time.time())
         metrics = [self._metric(name, value, now_ms, step) for name, value in scalars.items()]
         self._client.log_batch(self._number, metrics=metrics)
+
+    def write(self, step: int, name: str, text: str) -> None:
+        self._client.log_text(self._number, text, f"{name}/step-{step}.txt")
 
     def end(self) -> None:
         self._client.set_terminated(self._number)

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from infinity.core.errors import InfinityError
-from infinity.observe.metrics import Evaluation, StepReport
+from infinity.observe.metrics import Evaluation, Sample, StepReport
 from infinity.observe.sinks import SINKS, MLflow, TensorBoard, WeightsAndBiases
 
 REPORT = StepReport(
     step=2, loss=3.25, lr=1e-3, grad_norm=0.5, skipped=False, step_s=2.0, tokens=4096,
     stall_s={"read": 0.25}, peak_nbytes={"nvme": 2**30}, metrics={"accuracy": 0.75},
 )  # fmt: skip
+SAMPLE = Sample(2, [{"role": "user", "content": "What?"}], "That.", adapter="french", number=2)
 #: Of other packages, and of those that they import.
 IGNORED = pytest.mark.filterwarnings("ignore")
 
@@ -48,6 +49,7 @@ def test_tensorboard_gets_the_scalars(tmp_path: Path) -> None:
     board = TensorBoard(tmp_path)
     board.step(REPORT)
     board.evaluated(Evaluation(2, 3.5, metrics={"code/loss": 3.0}))
+    board.sampled(SAMPLE)
     board.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     values = {tag: events.Scalars(tag)[0].value for tag in events.Tags()["scalars"]}
@@ -58,6 +60,8 @@ def test_tensorboard_gets_the_scalars(tmp_path: Path) -> None:
     assert values["peak_bytes/nvme"] == 2**30
     assert values["metrics/train/accuracy"] == 0.75
     assert values["metrics/held_out/code/loss"] == 3.0
+    (written,) = events.Tensors("samples/french/2/text_summary")
+    assert written.tensor_proto.string_val == [str(SAMPLE).encode()]
 
 
 @IGNORED
@@ -69,6 +73,7 @@ def test_wandb_gets_the_scalars_offline(tmp_path: Path, monkeypatch: pytest.Monk
     for after in (-1, 2):
         sink = WeightsAndBiases(tmp_path, after=after, settings={"train.steps": 3}, say=said.append)
         sink.step(replace(REPORT, step=3 if after > 0 else 2))
+        sink.sampled(SAMPLE._replace(step=3 if after > 0 else 2))
         sink.close()
     assert said == []
     number = (tmp_path / "wandb.id").read_text().strip()
@@ -88,6 +93,7 @@ def test_mlflow_gets_the_scalars_and_a_run_goes_on(tmp_path: Path, monkeypatch: 
         how: Any = {"after": after, "settings": {"train.steps": 3}, "say": said.append}
         sink = MLflow(tmp_path / "mine", **how)
         sink.step(replace(REPORT, step=step, loss=1.0 / step))
+        sink.sampled(SAMPLE._replace(step=step))
         sink.close()
     assert said == []
     client = mlflow.MlflowClient()
@@ -96,6 +102,8 @@ def test_mlflow_gets_the_scalars_and_a_run_goes_on(tmp_path: Path, monkeypatch: 
     assert sorted((each.step, each.value) for each in found) == [(2, 0.5), (3, pytest.approx(1 / 3))]
     assert run.data.params == {"train.steps": "3"}
     assert (run.info.run_name, run.info.status) == ("mine", "FINISHED")
+    written = client.list_artifacts(run.info.run_id, "samples/french/2")
+    assert [Path(each.path).name for each in written] == ["step-2.txt", "step-3.txt"]
 
 
 class Failing(ModuleType):
