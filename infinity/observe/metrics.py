@@ -20,25 +20,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from infinity.core.config import Config, option
 from infinity.core.files import append_file, open_regular, write_file
 from infinity.core.nbytes import format_nbytes
 from infinity.core.plan import Outcome
 
 #: The end of a metrics file in which its last step is looked for (bytes); a line has some hundred.
 _TAIL_NBYTES = 2**16
-
-
-@dataclass(frozen=True, kw_only=True)
-class ObserveConfig(Config):
-    """Views of a run; all are written by rank 0."""
-
-    metrics: bool = option(True, "write metrics.jsonl, one line per step")
-    tensorboard: bool = option(False, "write TensorBoard events (extra: tensorboard)")
-    wandb: bool = option(False, "log to Weights & Biases, also with WANDB_MODE=offline (extra: wandb)")
-    mlflow: bool = option(False, "log to MLflow, to MLFLOW_TRACKING_URI (extra: mlflow)")
-    progress: bool = option(True, "show progress and the final summary")
-    timeline: bool = option(False, "write timeline.json, for Perfetto and chrome://tracing")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Sinks of a run's scalars and samples: TensorBoard, Weights & Biases, and MLflow.
+"""Settings of views; sinks of a run's scalars and samples: TensorBoard, Weights & Biases, and MLflow.
 
 [Note: a sink harms nothing]
 Only rank 0 has sinks. A package that is missing is an error before training; whatever fails later, such as a
@@ -14,10 +14,12 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
+from infinity.core.config import Config, option
 from infinity.core.errors import InfinityError, first_line
 from infinity.core.files import read_file, write_file
 from infinity.observe.metrics import Evaluation, Sample, StepReport, View, perplexity
@@ -26,6 +28,18 @@ from infinity.observe.metrics import Evaluation, Sample, StepReport, View, perpl
 _PROJECT = "infinity"
 #: The most bytes of a file with a run's number.
 _MOST_NBYTES = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObserveConfig(Config):
+    """Views of a run; all are written by rank 0."""
+
+    metrics: bool = option(True, "write metrics.jsonl, one line per step")
+    tensorboard: bool = option(False, "write TensorBoard events (extra: tensorboard)")
+    wandb: bool = option(False, "log to Weights & Biases, also with WANDB_MODE=offline (extra: wandb)")
+    mlflow: bool = option(False, "log to MLflow, to MLFLOW_TRACKING_URI (extra: mlflow)")
+    progress: bool = option(True, "show progress and the final summary")
+    timeline: bool = option(False, "write timeline.json, for Perfetto and chrome://tracing")
 
 
 class Sink(View):

@@ -28,7 +28,7 @@ from infinity.core.errors import RecipeError
 from infinity.data.entries import DataConfig
 from infinity.data.sources import downloaded
 from infinity.engine.executor import EngineConfig
-from infinity.observe.metrics import ObserveConfig
+from infinity.observe.sinks import ObserveConfig
 from infinity.optim.rules import OptimConfig
 from infinity.partition.builder import PartitionConfig
 from infinity.recipes.models import ModelConfig
