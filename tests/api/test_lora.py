@@ -284,7 +284,7 @@ def test_the_base_takes_the_bytes_of_its_weights_on_disk_and_no_more(tmp_path):
 @pytest.mark.slow
 def test_host_memory_that_a_frozen_base_does_not_need_takes_in_more_of_it(tmp_path):
     factory, batch = models.build("llama", seed=7)
-    places = overrides("nvme", tmp_path, "memory.resident=true", "memory.host=600KiB")
+    places = overrides("nvme", tmp_path, "memory.resident=true", "memory.host=700KiB")
     with small_units(), infinity.Init(training.recipe("bf16", places)):
         model = factory()
     with closing(model):
@@ -296,7 +296,7 @@ def test_host_memory_that_a_frozen_base_does_not_need_takes_in_more_of_it(tmp_pa
         runtime = runtime_of(model)
         assert all(unit.home.tier is Tier.HOST for unit in runtime.units if unit.trainable)
         after = sum(unit.numel for unit in base_units(model) if unit.home.tier is Tier.HOST)
-        assert after > 1.5 * before > 0
+        assert after > 1.25 * before > 0  # of 12 bytes for each weight that was to be trained 4 stay
         assert ours.reports[-1].peak_nbytes["host"] <= runtime.storage.host_nbytes
     assert_bitwise(ours, train_plain(plain(factory, "bf16"), batch, "bf16", Rule()))
 
