@@ -290,7 +290,7 @@ ROOM_BUDGETS = {
     "core": 2171,
     "data": 2785,
     "device": 1169,
-    "engine": 4434,
+    "engine": 4436,
     "integrations": 776,
     "nvme": 1199,
     "observe": 1029,

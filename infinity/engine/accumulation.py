@@ -62,6 +62,8 @@ class ReleasedGradient(torch.Tensor):
         name = getattr(func, "__name__", str(func))
         if name == "__get__":  # of a property, which func is bound to
             name = func.__self__.__name__
+        if name == "_has_compatible_shallow_copy_type":  # model.to(...): itself, in its own place
+            return True
         with torch._C.DisableTorchFunctionSubclass():
             # Profilers of operators call them again, and torch.compile looks at shapes.
             looked_at = isinstance(func, torch._ops.OpOverload) or name == "untyped_storage"
