@@ -33,7 +33,7 @@ from infinity.checkpoint.load import (
     Converted,
     OnProgress,
     Part,
-    Rounded,
+    Traced,
     named_targets,
     parts_of,
 )
@@ -139,7 +139,7 @@ class MergedWeight(Stored):
         """Return rows ``[first, last)``, flat."""
         columns = self.shape[-1]
         values = torch.empty((last - first) * columns, dtype=self.dtype, device="cpu")
-        Rounded(self.shape, parts_of(self.base), self.dtype).fill(first * columns, values)
+        Traced(self.shape, parts_of(self.base), self.dtype).fill(first * columns, values)
         merged = self.change.apply(values.view(-1, columns).float(), first).to(self.dtype).reshape(-1)
         if not all(end.isfinite() for end in torch.aminmax(merged)):  # which pass NaN on
             raise CheckpointError(
@@ -189,7 +189,7 @@ class MergedModel(contextlib.AbstractContextManager["MergedModel"]):
                         f"{name} has no value of its shape, neither in {base} nor in {adapters}: these "
                         "were trained on a base with other weights (new tokens or layers), which is not kept"
                     )
-                found[name] = Rounded(tensor.shape, parts_of(stored), tensor.dtype)
+                found[name] = Traced(tensor.shape, parts_of(stored), tensor.dtype)
             latest, makes = Latest[Mapping[str, Tensor]](), dict[frozenset[str], Any]()
             for item in tensors:
                 key, dtype, shape = item.spec.key, item.spec.dtype, torch.Size(item.spec.shape)
@@ -200,7 +200,7 @@ class MergedModel(contextlib.AbstractContextManager["MergedModel"]):
                     stored = Converted(key, shape, dtype, [*together.values()], make, latest)
                 else:
                     parts = [Part(at, found[name], first, n) for at, name, first, n in item.parts]
-                    stored = Rounded(shape, parts, dtype)
+                    stored = Traced(shape, parts, dtype)
                 self.tensors[key] = stored
             self._opened = opened.pop_all()
 

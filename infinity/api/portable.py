@@ -26,7 +26,7 @@ import itertools
 import os
 import pickle
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -112,7 +112,7 @@ def begin_save(
     runtime = _between_steps(model, settled=not background)
     if not all(save.ended for save in runtime.saves):
         raise StateError("a checkpoint is being saved in the background: call wait() of it before the next")
-    save = PortableSave(user_path(path, "path"), model, optimizer, runtime, trained_only=trained_only)
+    save = PortableSave(user_path(path, "path"), Subject(model, optimizer, trained_only=trained_only))
     runtime.saves[:] = [save]
     save.start(runtime, beside=background, then=then)
     return save
@@ -145,7 +145,7 @@ def load_checkpoint(
         runtime.executor().prefetcher.forget()
     where = user_path(path, "path")
     with all_ranks_or_raise(runtime.ranks, f"loading {where}"), DistributedCheckpoint(where) as checkpoint:
-        values = PortableValues(checkpoint, model, optimizer, runtime, trained_only=trained_only)
+        values = PortableValues(checkpoint, Subject(model, optimizer, trained_only=trained_only))
         for unit in filter(values.holds, runtime.units):
             runtime.tiers.put(unit, partial(values.field, unit, 0), partial(values.moments, unit))
             unit.renew()
@@ -170,60 +170,81 @@ def _between_steps(model: nn.Module, *, settled: bool = True) -> Runtime:
     return runtime
 
 
-class Contents:
-    """Lists the values of a checkpoint of one model, the same on every rank."""
+class Subject:
+    """Says what of a model and its optimizer is saved and loaded, the same on every rank.
 
-    def __init__(
-        self, model: nn.Module, optimizer: Optimizer | None, runtime: Runtime, *, trained_only: bool
-    ) -> None:
+    Parameters of units that are frozen as a whole are left out if ``trained_only``.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer | None, *, trained_only: bool) -> None:
+        self.runtime, self.optimizer, self.kind = runtime_of(model), optimizer, type(model).__name__
+        units = self.runtime.units
+        wholes = [[segment.whole for segment in unit.segments] for unit in units if trained_only]
+        frozen = {id(each) for unit in wholes for each in unit if not any(p.requires_grad for p in unit)}
+        #: Parameters and persistent buffers, each with its names, by id; optimizer state uses the first.
+        self.named: dict[int, tuple[Tensor, list[str]]] = {}
+        for name, tensor in named_targets(model):
+            if id(tensor) not in frozen:
+                self.named.setdefault(id(tensor), (tensor, []))[1].append(name)
+        self.sharded = {id(segment.whole): segment for _, segment in units.segments()}
+        self.moments = self.runtime.tiers.layout.full_names[1:]
+        self.groups = () if optimizer is None else optimizer.param_groups
+
+    def members(self, group: dict[str, Any]) -> list[tuple[nn.Parameter, list[str]]]:
+        return [(p, self.named[id(p)][1]) for p in group["params"] if id(p) in self.named]
+
+
+class Contents:
+    """Lists the values of a checkpoint, the same on every rank."""
+
+    def __init__(self, subject: Subject) -> None:
         self.tensors: dict[str, TensorSpec] = {}
         self.paths: dict[str, Place] = {}
         self.rest: list[tuple[Any, Keys]] = []  # what rank 0 writes: first tensors
-        self.units = runtime.units
-        groups = () if optimizer is None else optimizer.param_groups
+        self.units, optimizer, sharded = subject.runtime.units, subject.optimizer, subject.sharded
         self._fields: dict[int, list[Keys]] = {}  # keys of weight and moments, by id of the parameter
-        sharded = {id(s.whole): s for unit in runtime.units for s in unit.segments}
-        name_of: dict[int, str] = {}
-        for tensor, names in tensor_names(model, runtime.units if trained_only else ()):
-            name_of[id(tensor)] = names[0]
+        for tensor, names in subject.named.values():
             places: list[Place] = [(name,) for name in names]
             if id(tensor) in sharded:
                 self._fields[id(tensor)] = [self._enter(places, torch.float32, tensor.shape)]
             else:
-                self.rest.append((tensor, self._enter(places, tensor.dtype, tensor.shape)))
+                self._keep(tensor, *places)
         steps: dict[int, list[Place]] = {}
-        sums, params = {} if optimizer is None else optimizer.sums, [p for g in groups for p in g["params"]]
-        for place, param in enumerate(params):
-            segment = sharded.get(id(param)) if id(param) in name_of else None
+        sums = {} if optimizer is None else optimizer.sums
+        for place, param in enumerate(p for group in subject.groups for p in group["params"]):
+            segment = sharded.get(id(param)) if id(param) in subject.named else None
             if segment is not None and (param.requires_grad or segment.steps):  # is trained now, or was
-                state = OPTIMIZER, "state", name_of[id(param)]
-                for moment in runtime.tiers.layout.full_names[1:]:
+                state = OPTIMIZER, "state", subject.named[id(param)][1][0]
+                for moment in subject.moments:
                     keys = self._enter([(*state, moment)], torch.float32, segment.whole_shape)
                     self._fields[id(param)].append(keys)
                 for name, values in sums.get(place, {}).items():
-                    self.rest.append((values, self._enter([(*state, name)], torch.float32, values.shape)))
+                    self._keep(values, (*state, name))
                 steps.setdefault(segment.steps, []).append((*state, "step"))
         for count, paths in steps.items():
-            step = torch.tensor(float(count), device="cpu")
-            self.rest.append((step, self._enter(paths, step.dtype)))
+            self._keep(torch.tensor(float(count), device="cpu"), *paths)
         usual: dict[str, Any] = {}
         if optimizer is not None and optimizer.rule.name.startswith("adam"):  # torch's own defaults
             usual = torch.optim.AdamW([torch.zeros(1, device="cpu")]).param_groups[0]
-        for index, group in enumerate(groups):  # in both forms of [Note: names]
-            names = [name_of[id(p)] for p in group["params"] if id(p) in name_of]
-            for name, value in {**usual, "initial_lr": group["lr"], **group, "params": names}.items():
+        for index, group in enumerate(subject.groups):  # in both forms of [Note: names]
+            first = [names[0] for _, names in subject.members(group)]
+            for name, value in {**usual, "initial_lr": group["lr"], **group, "params": first}.items():
                 value = value.item() if isinstance(value, Tensor) else value
-                flat = ((OPTIMIZER, f"param_groups.{each}.{name}") for each in names if name != "params")
-                self.rest.append((value, self._enter([(OPTIMIZER, "param_groups", index, name), *flat])))
-        if optimizer is not None and optimizer.scaler is not None:
-            for name, value in optimizer.scaler.state_dict().items():
-                self.rest.append((value, self._enter([(OPTIMIZER, "loss_scaler", name)])))
+                flat = ((OPTIMIZER, f"param_groups.{each}.{name}") for each in first if name != "params")
+                self._keep(value, (OPTIMIZER, "param_groups", index, name), *flat)
         if optimizer is not None:
-            self.rest.append((optimizer.rule.name, self._enter([(OPTIMIZER, RULE)])))
+            for name, value in optimizer.scaler.state_dict().items() if optimizer.scaler is not None else ():
+                self._keep(value, (OPTIMIZER, "loss_scaler", name))
+            self._keep(optimizer.rule.name, (OPTIMIZER, RULE))
         for segment in sharded.values():
             if not segment.numel:  # no shard has a part of it
                 self.rest += [(torch.empty(segment.shape, device="cpu"), each) for each in self.keys(segment)]
         self.rest.sort(key=lambda each: not isinstance(each[0], Tensor))
+
+    def _keep(self, value: Any, *paths: Place) -> None:
+        """Register a value that rank 0 writes."""
+        described = (value.dtype, value.shape) if isinstance(value, Tensor) else ()
+        self.rest.append((value, self._enter(paths, *described)))
 
     def keys(self, segment: Segment) -> list[Keys]:
         """Return the keys of a parameter's weight and moments; empty if it is not the saved model's."""
@@ -262,34 +283,17 @@ class Contents:
         return sum(found) + len(found) * _AROUND_NBYTES
 
 
-def tensor_names(model: nn.Module, without_frozen: Iterable[Unit] = ()) -> list[tuple[Tensor, list[str]]]:
-    """Return parameters and persistent buffers, each with its names; optimizer state uses the first.
-
-    Parameters of those units of ``without_frozen`` that are frozen as a whole are left out.
-    """
-    wholes = [[segment.whole for segment in unit.segments] for unit in without_frozen]
-    frozen = {id(each) for unit in wholes for each in unit if not any(p.requires_grad for p in unit)}
-    found: dict[int, tuple[Tensor, list[str]]] = {}
-    for name, tensor in named_targets(model):
-        if id(tensor) not in frozen:
-            found.setdefault(id(tensor), (tensor, []))[1].append(name)
-    return list(found.values())
-
-
 class PortableSave:
     """Writes a portable checkpoint; every rank must make one. See [Note: a save beside training]."""
 
-    def __init__(
-        self, out: Path, model: nn.Module, optimizer: Optimizer | None, runtime: Runtime,
-        *, trained_only: bool,
-    ) -> None:  # fmt: skip
-        self._ranks = ranks = runtime.ranks
+    def __init__(self, out: Path, subject: Subject) -> None:
+        self._ranks = ranks = subject.runtime.ranks
         self._records: list[Record] = []
         self._running, self._threads = Transfer(), list[threading.Thread]()
         self._then: Callable[[], object] = lambda: None
         self._publishing = self.ended = False  # ended: published, or failed
         with all_ranks_or_raise(ranks, f"planning {out}"):
-            self._contents = Contents(model, optimizer, runtime, trained_only=trained_only)
+            self._contents = Contents(subject)
         with contextlib.ExitStack() as stack:
             self._place = stack.enter_context(Publication(out, ranks, "save"))
             self.out = self._place.out
@@ -483,32 +487,24 @@ class PortableValues:
         StateError: The model is only a part of the one that was built.
     """
 
-    def __init__(
-        self, checkpoint: DistributedCheckpoint, model: nn.Module, optimizer: Optimizer | None,
-        runtime: Runtime, *, trained_only: bool,
-    ) -> None:  # fmt: skip
-        groups = () if optimizer is None else optimizer.param_groups
-        self._rule, self._moments = runtime.storage.rule, runtime.tiers.layout.full_names[1:]
-        self._checkpoint = checkpoint
-        self._named = tensor_names(model, runtime.units if trained_only else ())
-        self._sharded = {id(s.whole): s for unit in runtime.units for s in unit.segments}
+    def __init__(self, checkpoint: DistributedCheckpoint, subject: Subject) -> None:
+        self._checkpoint, self._subject, self._rule = checkpoint, subject, subject.runtime.storage.rule
         self._fields: dict[int, list[Stored | None]] = {}  # by id of the tensor: its values and moments
         self._complaints: list[str] = []
         self.steps: dict[int, int] = {}  # by id of the parameter; empty without an optimizer's state
         self.done = 0  # steps, also where another rule cannot go on with their states
         # the hyperparameters that the checkpoint has of each group
-        self.numbers: list[dict[str, Any]] = [{} for _ in groups]
+        self.numbers: list[dict[str, Any]] = [{} for _ in subject.groups]
         self.sums: dict[int, dict[str, Tensor]] = {}  # as Optimizer.load_sums takes them
-        given = {id(tensor) for tensor, _ in self._named}
-        for unit in runtime.units:
-            if len({id(s.whole) in given for s in unit.segments}) > 1:  # all of a unit is written at one time
+        for unit in subject.runtime.units:
+            if len({id(s.whole) in subject.named for s in unit.segments}) > 1:  # it is written as a whole
                 raise StateError(
                     f"{unit.name} has parameters of this model and others: give load_checkpoint the whole "
                     "model that was built under infinity.Init"
                 )
-        every = [name for _, names in self._named for name in names]
+        every = [name for _, names in subject.named.values() for name in names]
         prefix = common_prefix(every, checkpoint)
-        for tensor, names in self._named:
+        for tensor, names in subject.named.values():
             found = [name for name in names if prefix + name in checkpoint]
             if found:
                 first, *others = (prefix + name for name in found)
@@ -524,11 +520,11 @@ class PortableValues:
         parts = tuple({f"{prefix}{name.partition('.')[0]}." for name in every})
         others = sorted(checkpoint.keys() - {prefix + name for name in every})
         self._complaints += [f"unknown to the model: {key}" for key in others if key.startswith(parts)]
-        self._find_state(groups, runtime.note)
+        self._find_state()
         if self._complaints:
             lines = "\n  ".join(self._complaints)
             raise CheckpointError(
-                f"{checkpoint.path} does not fit {type(model).__name__}:\n  {lines}\n"
+                f"{checkpoint.path} does not fit {subject.kind}:\n  {lines}\n"
                 "Build the model that was saved; keys are its parameters' names, with or without a prefix"
             )
 
@@ -542,9 +538,9 @@ class PortableValues:
             self._complaints.append(f"{key} has shape {tuple(stored.shape)}, the model {tuple(shape)}")
         return stored
 
-    def _find_state(self, groups: Sequence[dict[str, Any]], note: Callable[[str], object]) -> None:
-        name_of = {id(tensor): names for tensor, names in self._named}
-        members = [[(p, name_of[id(p)]) for p in group["params"] if id(p) in name_of] for group in groups]
+    def _find_state(self) -> None:
+        subject = self._subject
+        members = [subject.members(group) for group in subject.groups]
         before = self._rule_before()
         first = f".{[*(moment.name for moment in before.moments), 'step'][0]}"
         prefix = common_prefix(
@@ -552,16 +548,16 @@ class PortableValues:
             {key for key in self._checkpoint if key.endswith(first)},
         )
         numbers = _numbers(self._checkpoint, prefix, before)
-        for options, group, found in zip(groups, members, self.numbers, strict=True):
+        for options, group, found in zip(subject.groups, members, self.numbers, strict=True):
             for param, names in group:
                 held = [name for name in names if f"{prefix}state.{name}{first}" in self._checkpoint]
-                if not held or not param.requires_grad or id(param) not in self._sharded:
+                if not held or not param.requires_grad or id(param) not in subject.sharded:
                     continue
                 state = f"{prefix}state.{held[0]}."
                 steps = self._count(state + "step")
                 self.done = max(self.done, steps)
                 way = self._rule.way(options, 0, param.shape)
-                wanted = *self._moments, *way.sums
+                wanted = *subject.moments, *way.sums
                 missing = [name for name in wanted if state + name not in self._checkpoint]
                 had = before.kept(numbers.get(held[0], {}), param.shape)
                 if before.name != self._rule.name and not way.goes_on_from(had):
@@ -569,7 +565,7 @@ class PortableValues:
                 if before.name == self._rule.name and missing not in ([], [OFFSET]):
                     self._complaints += [f"missing: {state}{moment}" for moment in missing]
                     continue
-                for moment in self._moments:
+                for moment in subject.moments:
                     self._take(param, state + moment)  # an average that is missing begins with the weights
                 sums = {n: self._of_shape(state + n, s) for n, s in way.sums.items()}
                 self.sums[id(param)] = {n: s.read(dtype=torch.float32).view(s.shape) for n, s in sums.items()}
@@ -580,7 +576,7 @@ class PortableValues:
                 found.update(theirs)
         if before.name != self._rule.name:
             trained = sum(param.requires_grad for group in members for param, _ in group)
-            note(carried(before, self._rule, len(self.steps), trained))
+            subject.runtime.note(carried(before, self._rule, len(self.steps), trained))
 
     def _rule_before(self) -> Rule:
         """Return the rule of the checkpoint; what others than this library wrote is of this one."""
@@ -604,7 +600,7 @@ class PortableValues:
         return self._checkpoint.value(key) if key in self._checkpoint.objects else None
 
     def moments(self, unit: Unit, start: int, stop: int) -> list[Tensor]:
-        return [self.field(unit, 1 + moment, start, stop) for moment in range(len(self._moments))]
+        return [self.field(unit, 1 + moment, start, stop) for moment in range(len(self._subject.moments))]
 
     def field(self, unit: Unit, field: int, start: int, stop: int) -> Tensor:
         """Return elements of the unit's flat buffer (field 0) or of a moment, fp32; zero where none are."""
@@ -620,8 +616,8 @@ class PortableValues:
 
     def fill_whole(self) -> None:
         with torch.no_grad():
-            for tensor, _ in self._named:
-                if id(tensor) not in self._sharded:
+            for tensor, _ in self._subject.named.values():
+                if id(tensor) not in self._subject.sharded:
                     stored = self._fields[id(tensor)][0]
                     assert stored is not None
                     tensor.copy_(stored.read(dtype=tensor.dtype).view(tensor.shape))

@@ -81,10 +81,17 @@ class Part(NamedTuple, Generic[Source]):
 
 
 class Traced(Stored):
-    """Describes a tensor as parts of stored tensors, in order and without gaps."""
+    """Describes a tensor as parts of stored tensors, in order and without gaps.
 
-    def __init__(self, shape: Sequence[int], parts: list[Part[Stored]]) -> None:
-        self.shape, self.parts = torch.Size(shape), parts
+    With a ``dtype`` it is in that, rounded as by :func:`make_part`.
+    """
+
+    def __init__(
+        self, shape: Sequence[int], parts: list[Part[Stored]], dtype: torch.dtype | None = None
+    ) -> None:
+        self.shape, self.parts, self._rounds = torch.Size(shape), parts, dtype is not None
+        if dtype is not None:
+            self.dtype = dtype
 
     @property
     def dtypes(self) -> set[torch.dtype]:
@@ -92,19 +99,11 @@ class Traced(Stored):
 
     def fill(self, start: int, out: Tensor, view: View | None = None) -> None:
         for part in cut(self.parts, start, len(out)):
-            part.source.fill(part.offset, out[part.start : part.start + part.numel])
-
-
-class Rounded(Traced):
-    """Describes the same in ``dtype``, rounded as by :func:`make_part`."""
-
-    def __init__(self, shape: Sequence[int], parts: list[Part[Stored]], dtype: torch.dtype) -> None:
-        super().__init__(shape, parts)
-        self.dtype = dtype
-
-    def fill(self, start: int, out: Tensor, view: View | None = None) -> None:
-        for part in cut(self.parts, start, len(out)):
-            make_part(part, out[part.start : part.start + part.numel])
+            piece = out[part.start : part.start + part.numel]
+            if self._rounds:
+                make_part(part, piece)
+            else:
+                part.source.fill(part.offset, piece)
 
 
 def parts_of(stored: Stored) -> list[Part[Stored]]:
