@@ -294,12 +294,12 @@ ROOM_BUDGETS = {
     "integrations": 776,
     "nvme": 1199,
     "observe": 1029,
-    "optim": 2993,
+    "optim": 3011,
     "partition": 2760,
     "planner": 2202,
     "predict": 4938,
     "recipes": 1798,
-    "shards": 4640,
+    "shards": 4634,
 }
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.core.config import SettingError
-from infinity.core.errors import RecipeError, StateError
+from infinity.core.errors import BudgetError, RecipeError, StateError
 from infinity.core.nbytes import rounded
 from infinity.engine.runtime import open_runtimes, runtime_of
 from infinity.optim.matrix import MatrixRule, embedded_in, owners
@@ -643,7 +643,7 @@ def test_owners_have_even_work():
     assert max(loads) - min(loads) <= 8**3
 
 
-def test_sums_of_a_group_that_comes_later_are_in_the_host_budget(tmp_path):
+def test_sums_of_a_group_that_comes_later_are_in_the_host_budget(tmp_path, monkeypatch):
     overrides = [*place(tmp_path, "host"), "train.dtype=fp32", "optim.name=adafactor"]
     with small_units(), infinity.Init(infinity.load_recipe(overrides=overrides)):
         model = Net()
@@ -651,6 +651,14 @@ def test_sums_of_a_group_that_comes_later_are_in_the_host_budget(tmp_path):
     optimizer = infinity.optim.Adafactor(model, lr=0.02, params=[{"params": params[:-1]}])
     pool = runtime_of(model).storage.host_pool
     before = pool.held["sums of matrices"]
+
+    def refuse(nbytes: int, *, who: str) -> None:
+        raise BudgetError(f"no room for {who}", "memory.host")
+
+    with monkeypatch.context() as patch:  # nothing is left of it
+        patch.setattr(pool, "lease", refuse)
+        with pytest.raises(BudgetError, match="no room for sums of matrices"):
+            optimizer.add_param_group({"params": params[-1:]})
     optimizer.add_param_group({"params": params[-1:]})
     shapes = optimizer.rule.sums(params[-1].shape).values()
     assert pool.held["sums of matrices"] == before + rounded(4 * sum(map(math.prod, shapes)))

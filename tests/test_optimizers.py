@@ -427,6 +427,12 @@ def test_the_state_of_torchs_sgd_is_loaded_and_that_of_another_rule_is_refused()
     own["state"][1]["master"][0] = float("nan")
     with pytest.raises(infinity.StateError, match="parameter 1: master has NaN; nothing was loaded"):
         optimizer.load_state_dict(own)
+    own = optimizer.state_dict()
+    own["names"][:2] = own["names"][1::-1]
+    with pytest.raises(
+        infinity.StateError, match=r"parameter 0 of the state is .*in the same order; nothing"
+    ):
+        optimizer.load_state_dict(own)
     with pytest.raises(infinity.StateError, match="the state is of lion, and has no 'names'"):
         optimizer.load_state_dict({"rule": "lion", "state": {}, "param_groups": []})
     infinity.close(model)

@@ -8,74 +8,45 @@ import torch
 from torch import Tensor
 
 from infinity.device.accelerator import compile_kernel
-from infinity.optim.formula import Formula
+from infinity.optim.formula import Formula, element_lines
 from infinity.optim.state import Quantized, StateLayout
 
 #: Threads of a block of a kernel, and elements of one launch: its numbers are 32 bits wide.
 _BLOCK, _LAUNCH_NUMEL = 256, 2**30
 
-#: By dtype: the type of a value, and the end of the names of what makes a float of it, and it of a float.
+#: Types of values; those of 16-bit floats tell them apart, as in :mod:`infinity.optim.kernels`.
 _TYPES = {
-    torch.bfloat16: ("half_bits", "bf16"),
-    torch.float16: ("half_bits", "half"),
-    torch.float32: ("float", "float"),
-    torch.int16: ("short", ""),
-    torch.int8: ("signed char", ""),
-    torch.uint8: ("unsigned char", ""),
-}
-#: By :attr:`StateLayout.master`: the master of an element, and how it is stored; DTYPE is that of weights.
-_MASTERS = {
-    "remainder": (
-        "__int_as_float((int)((unsigned)weight[i] << 16) + (int)remainder_field[i])",
-        "remainder_field[i] = __float_as_uint(master_); weight[i] = upper(master_);",
-    ),
-    "master": ("master_field[i]", "master_field[i] = master_; weight[i] = to_half(master_);"),
-    "compensation": (
-        "from_DTYPE(weight[i]) + from_DTYPE(compensation_field[i])",
-        """for (int pass = 0; pass < 2; ++pass) {
-        weight[i] = to_DTYPE(master_);
-        const float wide_ = from_DTYPE(weight[i]);
-        const int infinite_ = (__float_as_int(wide_) & 0x7FFFFFFF) == 0x7F800000;
-        compensation_field[i] = to_DTYPE(infinite_ ? 0.0f : master_ - wide_);
-        master_ = wide_ + from_DTYPE(compensation_field[i]);
-    }""",
-    ),
-    "stochastic": ("from_bf16(weight[i])", "weight[i] = stochastic(master_, seed_bits);"),
-    "weight": ("from_DTYPE(weight[i])", "weight[i] = to_DTYPE(master_);"),
+    torch.bfloat16: "short",
+    torch.float16: "unsigned short",
+    torch.float32: "float",
+    torch.int16: "short",
+    torch.int8: "signed char",
+    torch.uint8: "unsigned char",
 }
 
 
 def elementwise_source(formula: Formula, layout: StateLayout, grad_dtype: torch.dtype) -> str:
     """Return the source of a kernel of weight, gradient, fields, numbers as integers, and ``n``."""
-    kind, name = _TYPES[layout.dtype]
-    load, store = (line.replace("DTYPE", name) for line in _MASTERS[layout.master])
+    kind = _TYPES[layout.dtype]
     taken = formula.parameters[2 + len(layout.moments) :]
-    fields = [f"{_TYPES[field.dtype][0]} *{field.name}_field" for field in layout.fields]
+    fields = [f"{_TYPES[field.dtype]} *{field.name}_field" for field in layout.fields]
     numbers = [f"int {name}_bits" for name in (*taken, "scale", "seed")]
     quantized = {m.name: m.form for m in layout.moments if isinstance(m.form, Quantized)}
-    loaded, stored, after = list[str](), list[str](), list[str]()
-    for name, form in layout.moments:
-        if name in quantized:
-            stored_as = quantized[name]
-            curve = f"{stored_as.most_bits}, {stored_as.shift}"
-            loaded.append(f"decoded({_code(name, stored_as)}, {curve}, {name}_scale_field[blockIdx.x])")
-            after += _encode(name, stored_as)
-        else:
-            loaded.append(f"from_{_TYPES[form.dtype][1]}({name}_field[i])")
-            stored.append(f"{name}_field[i] = to_{_TYPES[form.dtype][1]}({name}_);")
+    (load, *loads), stores = element_lines(layout)
+    grad = "widen(grad[at]) * __int_as_float(scale_bits)"
     floats = [f"__int_as_float({name}_bits)" for name in taken]
-    grad = f"from_{_TYPES[grad_dtype][1]}(grad[i]) * __int_as_float(scale_bits)"
-    arguments = [
-        f"{kind} *weight", f"const {_TYPES[grad_dtype][0]} *grad", *fields, *numbers,
-        "int n",
-    ]  # fmt: skip
     made = ["master_", *(f"{name}_" for name, _ in layout.moments)]
-    call = ", ".join([load, grad, *loaded, *floats, *(f"&{name}" for name in made)])
+    call = ", ".join([load, grad, *loads, *floats, *(f"&{name}" for name in made)])
+    arguments = [f"{kind} *weight", f"const {_TYPES[grad_dtype]} *grad", *fields, *numbers, "int n"]
+    codes = [line for name, form in quantized.items() for line in _code(name, form)]
     lines = [
-        "int i = blockIdx.x * blockDim.x + threadIdx.x;",
+        "int at = blockIdx.x * blockDim.x + threadIdx.x;",
+        f"{kind} *out = weight;",
+        "float seed_ = __int_as_float(seed_bits);",
         f"float {', '.join(f'{name} = 0' for name in made)};",
-        f"if (i < n) {{ step({call}); {' '.join([store, *stored])} }}", *after,
-    ]  # fmt: skip
+        f"if (at < n) {{ {' '.join(codes)} step({call}); {'; '.join(stores)}; }}",
+        *(line for name, form in quantized.items() for line in _encode(name, form)),
+    ]
     return (
         f"{files('infinity.optim').joinpath('elements.cu').read_text('utf-8')}\n{formula.cuda('step')}\n"
         f'extern "C" __global__ void update({", ".join(arguments)})\n{{\n    '
@@ -84,29 +55,31 @@ def elementwise_source(formula: Formula, layout: StateLayout, grad_dtype: torch.
     )
 
 
-def _code(name: str, form: Quantized) -> str:
-    """Return the expression of the code of element i."""
-    if form.bits == 8:
-        return f"(int){name}_field[i]"
-    nibble = f"(({name}_field[i / 2] >> (4 * (i & 1))) & 15)"
-    return f"(({nibble} ^ 8) - 8)" if form.signed else nibble
+def _code(name: str, form: Quantized) -> list[str]:
+    """Return lines that read what an element is decoded from: see :func:`element_lines`."""
+    code = f"{name}_field[at]"
+    if form.bits == 4:
+        kind = "signed char" if form.signed else "unsigned char"
+        code = f"({kind})(({name}_field[at / 2] << (at & 1 ? 0 : 4)) & 0xF0)"
+    largest = f"__float_as_int({name}_scale_field[blockIdx.x])"
+    return [f"const int {name}_code = {code}, {name}_largest = {largest};"]
 
 
 def _encode(name: str, form: Quantized) -> list[str]:
     """Return lines that store a quantized moment, which every thread of a block runs."""
-    code = f"encoded({name}_, {name}_largest, {form.most_bits}, {form.shift}, {int(form.signed)})"
-    scale = f"{name}_scale_field[blockIdx.x] = __int_as_float({name}_most ? {name}_largest : 0);"
+    code = f"encoded({name}_, {name}_biggest, {form.most_bits}, {form.shift}, {int(form.signed)})"
+    scale = f"{name}_scale_field[blockIdx.x] = __int_as_float({name}_most ? {name}_biggest : 0);"
     pair = f"{name}_codes[threadIdx.x] | ({name}_codes[threadIdx.x + 1] << 4)"
     lines = [
-        f"__shared__ int {name}_most;", f"int {name}_largest = largest_of({name}_, &{name}_most);",
+        f"__shared__ int {name}_most;", f"int {name}_biggest = largest_of({name}_, &{name}_most);",
         f"if (threadIdx.x == 0) {scale}",
     ]  # fmt: skip
     if form.bits == 8:
-        return [*lines, f"if (i < n) {name}_field[i] = {code};"]
+        return [*lines, f"if (at < n) {name}_field[at] = {code};"]
     return [
         *lines, f"__shared__ unsigned char {name}_codes[{form.block}];",
-        f"{name}_codes[threadIdx.x] = i < n ? {code} & 15 : 0;", "__syncthreads();",
-        f"if (i < n && i % 2 == 0) {name}_field[i / 2] = {pair};",
+        f"{name}_codes[threadIdx.x] = at < n ? {code} & 15 : 0;", "__syncthreads();",
+        f"if (at < n && at % 2 == 0) {name}_field[at / 2] = {pair};",
     ]  # fmt: skip
 
 

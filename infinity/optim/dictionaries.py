@@ -49,7 +49,13 @@ def fitted(
         made = dict(_carried(before, rule, packed, params))
         count = sum(each["step"] > 0 for each in made.values())
         return Fitted(groups, made, carried(before, rule, count, len(made)))
-    note = None
+    here, note = {param.name for param in params if param.name}, None
+    for i, (was, param) in enumerate(zip(packed.get(NAMES, ()), params, strict=False)):
+        if was != param.name and was in here:
+            raise StateError(
+                f"parameter {i} of the state is {was}, of this optimizer {param.name}: make parameter groups "
+                "with the same parameters in the same order; nothing was loaded"
+            )
     if RULE not in packed:
         packed, note = translated(rule, packed, [_shapes(rule, param) for param in params], groups, weights)
     # torch's SGD has no counts.

@@ -1,8 +1,11 @@
-"""The arithmetic of an update rule, read from its Python function, as source for numba and for CUDA C.
+"""The arithmetic of an update rule, read from its Python function, as source for numba and for CUDA C++.
 
 A rule's ``update`` is called with tensors where torch runs it. If it is a list of assignments and a return of
 what :data:`_ALLOWED` names, the same lines are compiled for one element, on the CPU and by CUDA. Constants
 are float32 there, as torch takes them beside a float32 tensor.
+
+[Note: one spelling] Expressions, and what loads and stores an element, are spelled so that numba and C++ both
+read them: functions of these names are in :mod:`infinity.optim.kernels` and in ``elements.cu``.
 """
 
 import ast
@@ -17,6 +20,7 @@ import torch
 from torch import Tensor
 
 from infinity.device.accelerator import rounds_roots
+from infinity.optim.state import Quantized, StateLayout
 
 
 def root(x: Tensor) -> Tensor:
@@ -43,12 +47,8 @@ def where(condition: Any, x: Any, y: Any) -> Any:
     return torch.where(condition, x, y)
 
 
-#: In expressions of update rules, beside ``+ - * /``, comparisons, names and numbers: by torch, numba and C.
-_ALLOWED: Mapping[Callable[..., Any], tuple[str, str]] = {
-    root: ("sqrt({})", "sqrtf({})"),
-    sign: ("(f32({0} > f32(0)) - f32({0} < f32(0)))", "((float)({0} > 0.0f) - (float)({0} < 0.0f))"),
-    where: ("({1} if {0} else {2})", "({0} ? {1} : {2})"),
-}
+#: In expressions of update rules, beside ``+ - * /``, comparisons, names and numbers.
+_ALLOWED = root, sign, where
 _OPERATORS: Mapping[type, str] = {
     ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/",
     ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=",
@@ -61,11 +61,11 @@ class NotElementwiseError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """Parameters, assignments in order, and results; expressions are in numba's form and in C's."""
+    """Parameters, assignments in order, and results: see [Note: one spelling]."""
 
     parameters: tuple[str, ...]
-    lines: tuple[tuple[str, str, str], ...]  # name, numba, C
-    results: tuple[tuple[str, str], ...]
+    lines: tuple[tuple[str, str], ...]  # name and expression
+    results: tuple[str, ...]
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> "Formula":
@@ -78,74 +78,100 @@ class Formula:
         if not isinstance(definition, ast.FunctionDef):
             raise NotElementwiseError("it is no function")
         reader = _Reader(function.__globals__)
-        lines: list[tuple[str, str, str]] = []
+        lines: list[tuple[str, str]] = []
         for statement in definition.body:
             match statement:
                 case ast.Expr(ast.Constant(str())):
                     continue
                 case ast.Assign([ast.Name(name)], value):
-                    lines.append((name, *reader.both(value)))
+                    lines.append((name, reader.spelled(value)))
                 case ast.AugAssign(ast.Name(name) as target, operator, value):
                     left = ast.Name(target.id, ast.Load())
-                    lines.append((name, *reader.both(ast.BinOp(left, operator, value))))
+                    lines.append((name, reader.spelled(ast.BinOp(left, operator, value))))
                 case ast.Return(ast.Tuple(values)):
-                    results = tuple(reader.both(value) for value in values)
+                    results = tuple(map(reader.spelled, values))
                 case ast.Return(value) if value is not None:
-                    results = (reader.both(value),)
+                    results = (reader.spelled(value),)
                 case _:
                     raise NotElementwiseError(ast.unparse(statement).splitlines()[0])
         return cls(tuple(argument.arg for argument in definition.args.args), tuple(lines), results)
 
     def python(self, name: str) -> str:
-        """Return the source of a function of float32 numbers for numba: ``sqrt`` and ``f32`` are global."""
-        body = [f"{target} = {expression}" for target, expression, _ in self.lines]
-        body.append(f"return {', '.join(result for result, _ in self.results)},")
+        """Return the source of a function of float32 numbers for numba."""
+        body = [f"{target} = {expression}" for target, expression in self.lines]
+        body.append(f"return {', '.join(self.results)},")
         return f"def {name}({', '.join(self.parameters)}):\n" + textwrap.indent("\n".join(body), "    ")
 
     def cuda(self, name: str) -> str:
         """Return the source of a device function that takes the parameters and pointers to the results."""
         known, body = set(self.parameters), list[str]()
-        for target, _, expression in self.lines:
+        for target, expression in self.lines:
             body.append(f"{'' if target in known else 'float '}{target} = {expression};")
             known.add(target)
-        for number, (_, expression) in enumerate(self.results):
-            body.append(f"float result{number}_ = {expression};")
-        body += [f"*out{number}_ = result{number}_;" for number in range(len(self.results))]
-        given = [f"float {each}" for each in self.parameters]
-        given += [f"float *out{number}_" for number in range(len(self.results))]
-        return f"__device__ void {name}({', '.join(given)})\n{{\n" + textwrap.indent(
-            "\n".join(body) + "\n}\n", "    "
-        ).replace("    }", "}")
+        outs = [f"out{number}_" for number in range(len(self.results))]
+        body += [f"float new_{out} = {result};" for out, result in zip(outs, self.results, strict=True)]
+        body += [f"*{out} = new_{out};" for out in outs]
+        given = [*(f"float {each}" for each in self.parameters), *(f"float *{out}" for out in outs)]
+        return "\n".join([f"__device__ void {name}({', '.join(given)})\n{{", *body, "}\n"])
+
+
+#: By :attr:`StateLayout.master`: the master of the element ``at``, and lines that store a new one.
+_MASTERS = {
+    "remainder": (
+        "join(weight[at], remainder_field[at])",
+        ["out[at] = upper(master_)", "remainder_field[at] = lower(master_)"],
+    ),
+    "master": ("master_field[at]", ["master_field[at] = master_", "out[at] = rounded_as(out[at], master_)"]),
+    "compensation": (
+        "widen(weight[at]) + widen(compensation_field[at])",
+        [
+            "master_ = sum_kept(out[at], master_)",
+            "out[at] = rounded_as(out[at], master_)",
+            "compensation_field[at] = lost(out[at], master_)",
+        ],
+    ),
+    "stochastic": ("widen(weight[at])", ["out[at] = stochastic(master_, seed_)"]),
+    "weight": ("widen(weight[at])", ["out[at] = rounded_as(out[at], master_)"]),
+}
+
+
+def element_lines(layout: StateLayout) -> tuple[list[str], list[str]]:
+    """Return expressions of an element's master and moments, and lines that store new ones.
+
+    Those are ``master_`` and the moments' names with an underscore. A quantized moment is decoded from its
+    ``_code``, times 16 if it has 4 bits, and the bits of the ``_largest`` of its block; it is stored later.
+    """
+    master, stored = _MASTERS[layout.master]
+    loads, stores = [master], [*stored]
+    for name, form in layout.moments:
+        place = f"{name}_field[at]"
+        if isinstance(form, Quantized):
+            most = form.most_bits + (4 << 23) * (form.bits == 4)
+            loads.append(f"decoded({name}_code, i32({most}), i32({form.shift}), {name}_largest)")
+        else:
+            loads.append(f"widen({place})")
+            stores.append(f"{place} = rounded_as({place}, {name}_)")
+    return loads, stores
 
 
 class _Reader:
     def __init__(self, names: Mapping[str, Any]) -> None:
         self._names = names
 
-    def both(self, node: ast.expr) -> tuple[str, str]:
-        """Return an expression for numba and for C."""
+    def spelled(self, node: ast.expr) -> str:
         match node:
             case ast.Name(name):
-                return name, name
+                return name
             case ast.Constant(int() | float() as value):
-                rounded = np.float32(value).item()
-                return f"f32({rounded!r})", f"{rounded!r}f"
+                return f"f32({np.float32(value).item()!r})"
             case ast.UnaryOp(ast.USub(), operand):
-                x, y = self.both(operand)
-                return f"(-{x})", f"(-{y})"
+                return f"(-{self.spelled(operand)})"
             case ast.BinOp(left, operator, right) | ast.Compare(left, [operator], [right]) if (
                 type(operator) in _OPERATORS
             ):
-                pairs = zip(self.both(left), self.both(right), strict=True)
-                x, y = (f"({a} {_OPERATORS[type(operator)]} {b})" for a, b in pairs)
-                return x, y
+                return f"({self.spelled(left)} {_OPERATORS[type(operator)]} {self.spelled(right)})"
             case ast.Call(function, arguments, []) if (called := self._called(function)) in _ALLOWED:
-                given = [self.both(argument) for argument in arguments]
-                x, y = (
-                    form.format(*values)
-                    for form, values in zip(_ALLOWED[called], zip(*given, strict=True), strict=True)
-                )
-                return x, y
+                return f"{called.__name__}({', '.join(map(self.spelled, arguments))})"
         raise NotElementwiseError(ast.unparse(node))
 
     def _called(self, node: ast.expr) -> Any:

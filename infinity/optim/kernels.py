@@ -153,16 +153,35 @@ def rounded_as(_: Any, like: Any, value: Any) -> Any:
 
 
 @inlined
-def join(weight: Any, remainder: Any) -> Any:
-    bits = np.int32(np.int32(weight) << 16) + np.int32(remainder)
-    return np.int32(bits).view(np.float32)
+def sign(x: Any) -> Any:
+    return np.float32(x > np.float32(0)) - np.float32(x < np.float32(0))
 
 
 @inlined
-def split(master: Any) -> Any:
-    """Return a float32 as bfloat16, rounded to nearest with ties up, and the remainder (int16)."""
-    bits = np.float32(master).view(np.int32)
-    return np.int16((bits + 0x8000) >> 16), np.int16(bits)
+def where(condition: Any, x: Any, y: Any) -> Any:
+    return x if condition else y
+
+
+@inlined
+def bits(value: Any) -> Any:
+    return np.float32(value).view(np.int32)
+
+
+@inlined
+def join(weight: Any, remainder: Any) -> Any:
+    return np.int32(np.int32(np.int32(weight) << 16) + np.int32(remainder)).view(np.float32)
+
+
+@inlined
+def upper(master: Any) -> Any:
+    """Return a float32 as bfloat16, rounded to nearest with ties up."""
+    return np.int16((bits(master) + 0x8000) >> 16)
+
+
+@inlined
+def lower(master: Any) -> Any:
+    """Return what :func:`upper` leaves of the bits of a float32."""
+    return np.int16(bits(master))
 
 
 @inlined
@@ -178,70 +197,74 @@ def stochastic(master: Any, seed: Any) -> Any:
 
 
 @inlined
-def rounded_apart(like: Any, master: Any) -> Any:
-    """Return a float32 as the dtype of ``like``, and what rounding took, 0 of an infinite one."""
-    new = rounded_as(like, master)
-    lost = master - widen(new)
-    return new, rounded_as(like, np.float32(0) if abs(widen(new)) == np.float32(np.inf) else lost)
+def lost(like: Any, master: Any) -> Any:
+    """Return what rounding a float32 to the dtype of ``like`` takes from it, 0 of an infinite one."""
+    wide = widen(rounded_as(like, master))
+    return rounded_as(like, np.float32(0) if abs(wide) == np.float32(np.inf) else master - wide)
 
 
 @inlined
-def compensated(like: Any, master: Any) -> Any:
-    """Return weight and compensation, as :func:`infinity.optim.state.compensated` does."""
-    new, lost = rounded_apart(like, master)
-    return rounded_apart(like, widen(new) + widen(lost))
+def sum_kept(like: Any, master: Any) -> Any:
+    """Return the sum that :func:`infinity.optim.state.compensated` keeps of a float32."""
+    return widen(rounded_as(like, master)) + widen(lost(like, master))
+
+
+@inlined
+def magnitude(value: Any) -> Any:
+    """Return the bits of a float32 without its sign."""
+    return np.int32(bits(value) & np.int32(0x7FFFFFFF))
+
+
+@inlined
+def signed(size: Any, value: Any) -> Any:
+    """Return the float32 of a magnitude with the sign of a value."""
+    return np.int32(size | np.int32(bits(value) & np.int32(-0x80000000))).view(np.float32)
 
 
 @inlined
 def decoded(code: Any, most: Any, shift: Any, largest: Any) -> Any:
     """Return the value of a code, as :class:`infinity.optim.state.Quantized` has it."""
-    wide = np.int32(code)
-    share = np.int32(np.float32(abs(wide)).view(np.int32) - most)
-    size = np.int32(np.int32(share << shift) + largest) if wide != 0 else np.int32(0)
-    return np.int32(size | np.int32(wide & np.int32(-0x80000000))).view(np.float32)
+    share = np.int32(np.int32(magnitude(code) - most) << shift)
+    return signed(np.int32(share + largest) if code != 0 else np.int32(0), code)
 
 
 @inlined
-def encoded(values: Array, codes: Array, most: Any, shift: Any, signed: bool) -> Any:
-    """Write the codes of a block's values, and return its scale; see :func:`decoded`."""
-    biggest = np.int32(0)
-    for i in range(codes.size):
-        biggest = max(np.int32(np.float32(values[i]).view(np.int32) & np.int32(0x7FFFFFFF)), biggest)
+def encoded(values: Array, codes: Array, biggest: Any, most: Any, shift: Any, signs: bool) -> Any:
+    """Write codes of a block's values, whose ``biggest`` magnitude is known, and return its scale.
+
+    A share is rounded by a float32 whose last place is 1: its lowest byte is the code, in two's complement.
+    """
     finite = min(max(biggest, np.int32(0x10000000)), np.int32(0x7F7FFFFF))
     largest = np.int32(finite if biggest <= 0x7F800000 else 0x7FC00000)
     base = np.int32(most - np.int32(largest >> shift))
+    if biggest > largest:
+        for i in range(codes.size):
+            values[i] = signed(min(magnitude(values[i]), largest), values[i])
     for i in range(codes.size):
-        word = np.float32(values[i]).view(np.int32)
-        size = np.int32(word & np.int32(0x7FFFFFFF))
-        share = np.int32(np.int32(min(size, largest) >> shift) + base).view(np.float32)
-        code = np.int32(np.float32(share + np.float32(2.0**23)).view(np.int32) & np.int32(0xFF))
-        if signed:
-            sign = np.int32(word >> 31)
-            codes[i] = np.int32(np.int32(code ^ sign) - sign)
-        else:
-            codes[i] = max(code, np.int32(1)) if size > 0 else np.int32(0)
+        size = magnitude(values[i])
+        share = np.int32(np.int32(size >> shift) + base)
+        if signs:
+            share = share if shift else np.int32(max(share, np.int32(0)))
+            codes[i] = bits(signed(share, values[i]) + np.float32(1.5 * 2**23))
+        else:  # what is above 0 stays so
+            share = np.int32(max(share, np.int32(0x3F800000)))
+            codes[i] = bits(share.view(np.float32) + np.float32(2.0**23)) if size > 0 else np.int32(0)
     return np.int32(largest if biggest > 0 else np.int32(0)).view(np.float32)
 
 
 @inlined
-def unpacked(pairs: Array, codes: Array, signed: bool) -> None:
-    """Write the 4-bit codes of each byte, the lower half first, into ``codes``, one in each."""
-    flip = np.int32(8) if signed else np.int32(0)
-    for i in range(codes.size // 2):
-        pair = np.int32(pairs[i])
-        codes[2 * i] = np.int32(np.int32(np.int32(pair & np.int32(15)) ^ flip) - flip)
-        codes[2 * i + 1] = np.int32(np.int32(np.int32(pair >> 4) ^ flip) - flip)
-    if codes.size % 2:
-        codes[-1] = np.int32(np.int32(np.int32(np.int32(pairs[-1]) & np.int32(15)) ^ flip) - flip)
+def unpacked(bytes_: Array, pairs: Array) -> None:
+    """Write the 4-bit codes of each byte, the lower half first, times 16, into the bytes of a uint16."""
+    for i in range(bytes_.size):
+        both = np.uint16(bytes_[i])
+        pairs[i] = np.uint16(np.uint16(both << 4) & 0xF0) | np.uint16(np.uint16(both << 8) & 0xF000)
 
 
 @inlined
-def packed(codes: Array, pairs: Array) -> None:
-    for i in range(codes.size // 2):
-        lower = np.int32(np.int32(codes[2 * i]) & np.int32(15))
-        pairs[i] = np.int32(lower | np.int32(np.int32(np.int32(codes[2 * i + 1]) & np.int32(15)) << 4))
-    if codes.size % 2:
-        pairs[-1] = np.int32(np.int32(codes[-1]) & np.int32(15))
+def packed(pairs: Array, bytes_: Array) -> None:
+    """Write the lower halves of both bytes of each uint16 into a byte."""
+    for i in range(bytes_.size):
+        bytes_[i] = np.uint16(pairs[i] & 0xF) | np.uint16(np.uint16(pairs[i] >> 4) & 0xF0)
 
 
 @jit

@@ -9,14 +9,14 @@ Eigenvectors and QR are computed on the CPU by the owner of the matrix, whatever
 import functools
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from infinity.core.config import SettingError, Valid
-from infinity.optim.matrix import MATRIX, WholeRule, matrices_of
+from infinity.optim.matrix import MATRIX, WholeRule, matrices_of, weights_of
 from infinity.optim.rule import Group, Sums
 
 _MEAN, _SQUARE, _PROJECTOR, _LENGTH = "exp_avg", "exp_avg_sq", "projector", "update_norm"
@@ -54,6 +54,12 @@ class SpaceRule(WholeRule):
     @abstractmethod
     def made(self, grad: Tensor, group: Group, step: int, sums: Sums) -> Tensor:
         """Return the update, ``(rows, columns)``, of a gradient in fp32; change ``sums``."""
+
+    def numbers_of(self, model: nn.Module) -> Callable[[str, nn.Parameter], Mapping[str, Any]]:
+        sequences = weights_of(
+            model, nn.Conv1d, nn.ConvTranspose1d
+        )  # of as many dimensions as packed experts
+        return lambda name, param: {MATRIX: False} if id(param) in sequences else {}
 
     def remade(self, matrix: Tensor, group: Group, step: int, sums: Sums) -> Tensor:
         if sums[_MEAN].ndim < 2 or not group[MATRIX]:

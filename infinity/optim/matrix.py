@@ -205,6 +205,13 @@ class MatrixRule(WholeRule):
         return super().way(group, start, shape, kept) if self.takes(group, shape) else Way(self.companion)
 
 
+def weights_of(model: nn.Module, *kinds: type[nn.Module]) -> set[int]:
+    """Return ids of the weights of modules of these kinds."""
+    # Read past the module, which would fetch a parameter that is asked for.
+    found = (dict.get(cast(Any, m._parameters), "weight") for m in model.modules() if isinstance(m, kinds))
+    return {id(weight) for weight in found}
+
+
 def embedded_in(model: nn.Module) -> Callable[[str, nn.Parameter], bool]:
     """Return a function of a parameter's name and the parameter: is it an embedding, head or convolution?
 
@@ -218,11 +225,7 @@ def embedded_in(model: nn.Module) -> Callable[[str, nn.Parameter], bool]:
         if isinstance(named, nn.Embedding)
         else max(tables, key=lambda each: each.num_embeddings, default=None)
     )
-    rows, kinds = tokens and tokens.num_embeddings, (nn.Embedding, nn.modules.conv._ConvNd)
-    # Read past the module, which would fetch a parameter that is asked for.
-    others = {
-        id(dict.get(cast(Any, m._parameters), "weight")) for m in model.modules() if isinstance(m, kinds)
-    }
+    rows, others = tokens and tokens.num_embeddings, weights_of(model, nn.Embedding, nn.modules.conv._ConvNd)
 
     def in_blocks(name: str) -> str:  # but for lists of single layers, such as several heads
         return re.sub(r"(^|\.)\d+\.(?=.*\.)", r"\1*.", name)
@@ -274,9 +277,10 @@ class FirstPass(Rule):
             inner = Formula.of(self._rule.direction)
         except NotElementwiseError:
             return None
-        (numba, cuda), *moments = inner.results
-        made = f"({numba} * scale_)", f"({cuda} * scale_)"
-        return Formula(("before_", *inner.parameters, "scale_"), inner.lines, (made, *moments))
+        made, *moments = inner.results
+        return Formula(
+            ("before_", *inner.parameters, "scale_"), inner.lines, (f"({made} * scale_)", *moments)
+        )
 
 
 class LastPass(Rule):

@@ -337,9 +337,7 @@ class Averaged(Rule):
             return None
         given, (after, *moments) = inner.parameters, inner.results
         offset = f"({OFFSET} + (before_ - after_))"
-        lines = [("before_", given[0], given[0]), *inner.lines, ("after_", *after), (OFFSET, offset, offset)]
+        lines = [("before_", given[0]), *inner.lines, ("after_", after), (OFFSET, offset)]
         result = f"({OFFSET} - (toward_ * {OFFSET}))"
-        return Formula(
-            (*given[:place], OFFSET, *given[place:], "toward_"), tuple(lines),
-            (("after_", "after_"), *moments, (result, result)),
-        )  # fmt: skip
+        taken = (*given[:place], OFFSET, *given[place:], "toward_")
+        return Formula(taken, tuple(lines), ("after_", *moments, result))

@@ -211,12 +211,11 @@ class HostRule:
         rule = rule or self.rule
         layout = rule.layout(weight.dtype)
         state = self.layout.select(state, layout)
-        if weight.device.type == "cpu":
+        loop = rule.loop(weight.dtype) if weight.device.type == "cpu" else None
+        if loop is not None:
             from infinity.optim import kernels
 
-            loop = rule.loop(weight.dtype)
-            half = torch.float16 in (weight.dtype, grad.dtype)
-            if loop is not None and (not half or kernels.converts_half()):
+            if torch.float16 not in (weight.dtype, grad.dtype) or kernels.converts_half():
                 in_place = weight.data_ptr() == weight_out.data_ptr()
                 least = LEAST_NUMEL if self.callers == 1 else _LEAST_BESIDE
                 tensors, numbers = (weight, grad, weight_out, *state), tuple(hyper.numpy())

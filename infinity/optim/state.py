@@ -137,8 +137,9 @@ class Quantized(Form):
         largest = torch.where(biggest <= _INFINITE, biggest.clamp(_LEAST, _INFINITE - 1), _NAN)
         scale.copy_(torch.where(biggest > 0, largest, 0).view(torch.float32))
         base = (self.most_bits - (largest >> self.shift))[:, None]
-        share = ((torch.minimum(sizes, largest[:, None]) >> self.shift) + base).view(torch.float32)
-        whole, sizes = share.round().to(torch.int32).view(-1), sizes.view(-1)
+        share = (torch.minimum(sizes, largest[:, None]) >> self.shift) + base
+        whole = share.clamp(min=0).view(torch.float32).round().to(torch.int32).view(-1)
+        sizes = sizes.view(-1)
         if self.signed:
             whole = torch.where(values < 0, -whole, whole)
         else:  # what is above 0 stays so
@@ -266,9 +267,14 @@ class StateLayout:
     def state_nbytes(self, numel: int) -> int:
         return sum(field.nbytes(numel) for field in self.fields)
 
+    def parts_nbytes(self, numel: int) -> tuple[int, int, int]:
+        """Return the bytes of weights, of what makes them exact, and of moments, in the order of a chunk."""
+        exact = sum(field.nbytes(numel) for field in self.exact)
+        return self.weight_nbytes(numel), exact, self.state_nbytes(numel) - exact
+
     def nbytes(self, numel: int) -> int:
         """Return the bytes of weights and state of ``numel`` elements."""
-        return self.weight_nbytes(numel) + self.state_nbytes(numel)
+        return sum(self.parts_nbytes(numel))
 
     @property
     def bytes_per_element(self) -> float:

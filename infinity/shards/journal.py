@@ -134,14 +134,18 @@ class ChunkExtents:
         return self.exact + self.moments
 
     @property
+    def parts(self) -> tuple[Extent, Extent, Extent]:
+        return self.weight, self.exact, self.moments
+
+    @property
     def pieces(self) -> tuple[Piece, ...]:
-        return self.weight.pieces + self.exact.pieces + self.moments.pieces
+        return tuple(piece for part in self.parts for piece in part.pieces)
 
     def shifted(self, files: int) -> "ChunkExtents":
         """Return the same places in files whose numbers are larger by ``files``."""
         extents = (
             Extent(tuple(replace(piece, file=piece.file + files) for piece in extent.pieces))
-            for extent in (self.weight, self.exact, self.moments)
+            for extent in self.parts
         )
         return ChunkExtents(self.start, self.numel, *extents)
 

@@ -111,20 +111,19 @@ class Sums:
         self._add((group, param) for group in groups for param in group["params"])
 
     def _add(self, params: Iterable[tuple[Group, nn.Parameter]]) -> None:
+        was, owners, numels = dict(self.was), dict(self.owners), [*self._numels]
         shapes = dict[int, dict[str, tuple[int, ...]]]()
         for group, param in params:
             key, packed = id(param), len(param.shape) == 3
-            if key not in self.was:
-                self.was[key] = self._rule.kept(group, param.shape), self._rule.sums(param.shape, group)
-            if key not in self.owners:
-                kept = self.was[key][1]
+            if key not in was:
+                was[key] = self._rule.kept(group, param.shape), self._rule.sums(param.shape, group)
+            if key not in owners:
+                kept, ranks = was[key][1], list[int]()
                 count = matrices_of(param.shape)[0] if kept else 0
-                numel = sum(map(math.prod, kept.values())) // max(1, count)
-                owners = self.owners[key] = list[int]()
                 for _ in range(count):
-                    owners.append(min(range(len(self._numels)), key=lambda rank: (self._numels[rank], rank)))
-                    self._numels[owners[-1]] += numel
-                own = owners.count(self._ranks.rank)
+                    ranks.append(numels.index(min(numels)))
+                    numels[ranks[-1]] += sum(map(math.prod, kept.values())) // count
+                owners[key], own = ranks, ranks.count(self._ranks.rank)
                 shapes[key] = {name: (own, *(tuple(of[packed:]) or (1,))) for name, of in kept.items()}
         sizes = [math.prod(shape) for each in shapes.values() for shape in each.values()]
         flat: Iterator[Tensor] = iter(())
@@ -132,6 +131,7 @@ class Sums:
             assert self._pool is not None
             self._leases.append(lease := self._pool.lease(4 * sum(sizes), who="sums of matrices"))
             flat = iter(torch.split(lease.tensor[: 4 * sum(sizes)].zero_().view(torch.float32), sizes))
+        self.was, self.owners, self._numels = was, owners, numels  # there is room
         self._of |= {k: {n: next(flat).view(of) for n, of in each.items()} for k, each in shapes.items()}
 
     def check(self, group: Group, segment: Segment, *, loads: bool = False) -> None:
@@ -153,7 +153,8 @@ class Sums:
     ) -> tuple[int, Mapping[str, Tensor], int | None]:
         """Return the count of this update of a matrix of a parameter or tile, what is kept, and the owner."""
         key, (_, rows, columns) = id(segment.whole), matrices_of(segment.whole_shape)
-        self._add([(group, segment.whole)])  # it may have been put into a group without add_param_group
+        if key not in self.owners:  # it was put into a group without add_param_group
+            self._add([(group, segment.whole)])
         if not self._of[key]:
             return segment.steps + 1, {}, None
         place = segment.first // max(1, rows * columns) + number
@@ -515,8 +516,8 @@ class UpdatePipeline:
 
     def _state_begin(self, extents: ChunkExtents) -> int:
         """Return the byte of a chunk's buffer where what is moved of the state begins."""
-        exact = self._layout.only(exact=True).state_nbytes(extents.numel)
-        return self._layout.weight_nbytes(extents.numel) + (0 if extents.exact.pieces else exact)
+        weight, exact, _ = self._layout.parts_nbytes(extents.numel)
+        return weight + (0 if extents.exact.pieces else exact)
 
     def _read_rest(self, chunk: ChunkInFlight) -> None:
         job, extents = chunk.job, self._buffers[chunk].extents

@@ -251,7 +251,6 @@ def _spaces(record: CommitRecord) -> list[Space]:
             f"the interrupted run was updated by {record.rule}, which is no rule here: import its module, "
             f"or name it as optim.name=module:Class; {BEGIN_ANEW}"
         ) from error
-    exact, moments = sizes.only(exact=True), sizes.only(moments=True)
     taken: list[list[tuple[int, int]]] = [[] for _ in range(record.drives)]
     whole = record.drives > 0 and type(record.base) is dict
     for unit in record.units:
@@ -263,9 +262,8 @@ def _spaces(record: CommitRecord) -> list[Space]:
             ends = 0
             for chunk in version.chunks:
                 whole &= chunk.start == ends and chunk.numel > 0
-                whole &= chunk.weight.nbytes == sizes.weight_nbytes(chunk.numel)
-                whole &= chunk.exact.nbytes in (0, exact.state_nbytes(chunk.numel))
-                whole &= chunk.moments.nbytes in (0, moments.state_nbytes(chunk.numel))
+                parts = zip(chunk.parts, sizes.parts_nbytes(chunk.numel), strict=True)
+                whole &= chunk.weight.nbytes > 0 and all(got.nbytes in (0, wanted) for got, wanted in parts)
                 ends += chunk.numel
             whole &= ends == unit.numel // record.world_size
             for piece in version.pieces:

@@ -65,13 +65,10 @@ class ShardStore:
     def with_state(self, chunk: ChunkExtents, name: str, *, moments: bool) -> ChunkExtents:
         """Return ``chunk`` with extents of zeros for its exact part, if it has none, and for ``moments``."""
         room = partial(self.volume.allocate, what=name, zeroed=True)
-        if self.layout.exact and not chunk.exact.pieces:
-            chunk = replace(chunk, exact=room(self.layout.only(exact=True).state_nbytes(chunk.numel)))
-        return (
-            replace(chunk, moments=room(self.layout.only(moments=True).state_nbytes(chunk.numel)))
-            if moments and self.layout.moments
-            else chunk
-        )
+        _, of_exact, of_moments = self.layout.parts_nbytes(chunk.numel)
+        if of_exact and not chunk.exact.pieces:
+            chunk = replace(chunk, exact=room(of_exact))
+        return replace(chunk, moments=room(of_moments)) if moments and of_moments else chunk
 
     def free_versions(self, versions: Iterable[Version]) -> None:
         """Give back extents that no unit uses any more."""
@@ -104,11 +101,7 @@ class ShardStore:
 
     def _parts(self, chunk: ChunkExtents, memory: memoryview) -> Iterator[tuple[Extent, memoryview]]:
         begin = 0
-        for extent, nbytes in (
-            (chunk.weight, self.layout.weight_nbytes(chunk.numel)),
-            (chunk.exact, self.layout.only(exact=True).state_nbytes(chunk.numel)),
-            (chunk.moments, self.layout.only(moments=True).state_nbytes(chunk.numel)),
-        ):
+        for extent, nbytes in zip(chunk.parts, self.layout.parts_nbytes(chunk.numel), strict=True):
             if extent.pieces:
                 yield extent, memory[begin : begin + nbytes]
             begin += nbytes

@@ -75,19 +75,17 @@ class Tiers:
         stored, held = unit.stored, unit.home.stored_form is not None
         if stored is not None and not isinstance(unit.home, HostHome) and (held or not unit.trainable):
             return rounded(stored.shard_nbytes)  # also if it has yet to come
-        n, layout = unit.shard_numel, self.layout
-        nbytes = rounded(layout.weight_nbytes(n)) + rounded(layout.only(exact=True).state_nbytes(n))
-        more = rounded(layout.only(moments=True).state_nbytes(n)) if moments else -self._lacking(unit)
-        return nbytes + more
+        weight, exact, more = map(rounded, self.layout.parts_nbytes(unit.shard_numel))
+        return weight + exact + (more if moments else -self._lacking(unit))
 
     def _lacking(self, unit: Unit) -> int:
         """Return the bytes of what would make a bare unit exact; 0: it is not bare, or will not be."""
         bare = unit.home.bare and not self._is_restoring(unit)
-        return rounded(self.layout.only(exact=True).state_nbytes(unit.shard_numel)) if bare else 0
+        return rounded(self.layout.parts_nbytes(unit.shard_numel)[1]) if bare else 0
 
     def trained_nbytes(self, unit: Unit) -> int:
         """Return what training adds: the rest of the state, and beside an accelerator the gradient."""
-        nbytes = rounded(self.layout.only(moments=True).state_nbytes(unit.shard_numel)) + self._lacking(unit)
+        nbytes = rounded(self.layout.parts_nbytes(unit.shard_numel)[2]) + self._lacking(unit)
         return nbytes + (rounded(self.gradient_nbytes(unit)) if self.ranks.on_accelerator else 0)
 
     def set_aside_sums(self, units: Iterable[Unit]) -> int:

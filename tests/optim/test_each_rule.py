@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from infinity.core.config import SettingError
-from infinity.optim import formula
+from infinity.optim import formula, kernels
 from infinity.optim.cuda import elementwise_source
 from infinity.optim.formula import Formula, NotElementwiseError, root, sign, where
 from infinity.optim.rule import RULES, Rule
@@ -357,14 +357,14 @@ def with_a_loop(weight, grad, lr):
 
 def test_every_construct_is_as_torch_has_it():
     read = Formula.of(with_all)
-    space = {"sqrt": np.sqrt, "f32": np.float32}
+    space = {**vars(kernels), "root": np.sqrt, "f32": np.float32}
     exec(read.python("compiled"), space)
     w, g, m = (gradient(n, torch.float32) for n in range(3))
     wanted = with_all(w, g, m, torch.tensor(0.3))
     for i in range(100):
         got = space["compiled"](*(each.numpy()[i] for each in (w, g, m)), np.float32(0.3))
         assert [float(each) for each in got] == [float(each[i]) for each in wanted]
-    assert "0.10000000149011612f" in read.cuda("step")
+    assert "f32(0.10000000149011612)" in read.cuda("step")
 
 
 def test_what_is_no_arithmetic_of_one_element_is_left_to_torch():
@@ -455,9 +455,11 @@ def test_weights_stay_nearer_to_those_of_fp32_moments_than_by_dynamic_quantizati
 SPECIAL = [0.0, -0.0, 1e-45, 1e-38, -1e-20, 1.0, -1.0, 3.4e38, float("inf"), -float("inf"), float("nan")]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_quantized_forms_give_the_same_bits_of_any_values(dtype):
-    rule, n = RULES["adamw8bit"], 256 * len(SPECIAL) + 100
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*itertools.product(["adamw8bit"], DTYPES), ("adamw4bit", torch.float32)]
+)
+def test_quantized_forms_give_the_same_bits_of_any_values(name, dtype):
+    rule, n = RULES[name], 256 * len(SPECIAL) + 101
     layout, results = rule.layout(dtype), []
     for by_torch in (True, False):
         spread = torch.Generator().manual_seed(5)

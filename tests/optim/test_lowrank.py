@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from infinity.core.config import SettingError
 from infinity.optim.lowrank import _random
@@ -193,6 +193,16 @@ def test_a_side_that_is_too_long_for_soap_is_not_turned():
     assert [*rule.sums((6, 10))] == ["exp_avg", "exp_avg_sq", "left", "left_vectors"]
     group, grads = dict(rule.defaults), gradients((6, 10), 3)
     assert all(made.any() for made in moved(rule, group, (6, 10), grads)[1:])
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_convolutions_over_sequences_are_adamws(name):
+    """As they have three dimensions, like packed experts."""
+    convolutions = nn.Conv1d(4, 6, 3), nn.ConvTranspose1d(6, 4, 3), nn.Conv2d(4, 6, 3)
+    model = nn.Sequential(*convolutions, nn.Linear(4, 4))
+    numbers = find_rule(name).numbers_of(model)
+    own = [numbers("", each.weight) for each in model]
+    assert own == [{"matrix": False}, {"matrix": False}, {}, {}]
 
 
 def test_sizes_are_in_the_name_of_a_rule():
