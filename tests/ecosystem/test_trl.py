@@ -1,6 +1,7 @@
 """Each trainer of TRL logs what it logs without infinity, with all weights trained and with adapters."""
 
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from peft import LoraConfig
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, TrainerCallback
 
 import infinity
-from tests.helpers.launch import run_ranks, start_ranks
+from tests.helpers.launch import ROOT, run_ranks, start_ranks
 from tests.helpers.tokenizers import write_tokenizer
 
 trl = pytest.importorskip("trl")
@@ -205,3 +206,21 @@ def test_adapters_that_are_there_before_are_not_copied_for_a_reference(tmp_path:
             model=model, args=settings, train_dataset=data, processing_class=base.tokenizer
         )
     infinity.close(model)
+
+
+def test_the_snippet_of_the_docs_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    text = (ROOT / "docs/training_loops.md").read_text(encoding="utf-8")
+    (code,) = (each for each in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "SFTTrainer" in each)
+    base = Base(tmp_path, "SFT")
+    short = 'SFTConfig("out", max_steps=2, use_cpu=True, bf16=False, report_to="none"'
+    for name, own in (
+        ("Qwen3-30B-A3B-FP8", base.path), ("/mnt/nvme0", tmp_path / "drive"), ('SFTConfig("out"', short),
+    ):  # fmt: skip
+        assert name in code
+        code = code.replace(name, str(own))
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"dataset": datasets.Dataset.from_dict(DATA["SFT"])}
+    exec(code, names)
+    assert names["trainer"].state.global_step == 2
+    assert (tmp_path / "out/checkpoint-2/adapter_model.safetensors").is_file()
+    close(names["trainer"])

@@ -4,6 +4,7 @@ import itertools
 import math
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,10 @@ from transformers import (
     EarlyStoppingCallback,
     LlamaConfig,
     LlamaForCausalLM,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -270,6 +275,35 @@ def test_an_optimizer_by_its_name_has_the_numbers_of_the_arguments(
     if "rank" in rule:
         matrices = [each for group in optimizer.param_groups if group["matrix"] for each in group["params"]]
         assert len(matrices) == 2 * CONFIG.num_hidden_layers
+
+
+def test_generation_for_metrics_is_that_without_infinity(tmp_path: Path, closed: Any):
+    config = T5Config(
+        vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    data = [{name: each[1:9].clone() for name, each in row.items()} for row in rows(8)]
+    found = []
+    for name, kind in (("ours", infinity.trainer(Seq2SeqTrainer)), ("plain", Seq2SeqTrainer)):
+        torch.manual_seed(0)
+        with infinity.Init(recipe(tmp_path)) if name == "ours" else nullcontext():
+            model = T5ForConditionalGeneration(config)
+        settings = Seq2SeqTrainingArguments(
+            str(tmp_path / name), max_steps=2, predict_with_generate=True, generation_max_length=8,
+            eval_strategy="steps", eval_steps=1, logging_steps=1, report_to="none", disable_tqdm=True,
+            use_cpu=True, save_strategy="no",
+        )  # fmt: skip
+        given = {"compute_metrics": lambda both: {"sum": float(both.predictions.sum())}}
+        trainer = kind(model, settings, train_dataset=data, eval_dataset=data[:4], **given)
+        trainer.train()
+        found.append((trainer, trainer.predict(data[:4]).predictions.tolist()))
+        with pytest.raises(OSError, match=r"offline|reach|connect"):
+            trainer.push_to_hub()
+    (ours, texts), (plain, wanted) = found
+    assert texts == wanted
+    for own, theirs in zip(closed(ours).state.log_history, plain.state.log_history, strict=True):
+        assert own.get("eval_sum") == theirs.get("eval_sum")
+        assert own.get("loss") == pytest.approx(theirs.get("loss"), abs=1e-6)
 
 
 def test_a_rule_of_averages_is_evaluated_by_them(tmp_path: Path, closed: Any):
