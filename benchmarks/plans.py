@@ -162,6 +162,14 @@ BEST: tuple[tuple[str, str | None, tuple[str, ...], str, int], ...] = (
     ("Qwen3-235B-A22B, LoRA of rank 16", _QWEN, _AS_ROUNDPIPE, "server-4090-800g", 131_072),
     ("Kimi-K2, full", "Kimi-K2", ("train.dtype=fp16",), "dgx-2", 524_288),
     ("Kimi-K2, full", "Kimi-K2", (), "hgx-h100", 524_288),
+    ("Llama-3 70B, full", "Llama-3 70B", ("train.dtype=fp16",), "dgx-2", 524_288),
+    ("Llama-3 405B, full", "Llama-3 405B", ("train.dtype=fp16",), "dgx-2", 524_288),
+    ("Llama-3 70B, full", "Llama-3 70B", (), "desktop-4090", 32_768),
+    ("Llama-3 405B, full", "Llama-3 405B", (), "gh200", 32_768),
+    ("Llama-3 405B, full", "Llama-3 405B", (), "desktop-4090", 32_768),
+    ("DeepSeek-V3, full", "DeepSeek-V3", (), "gh200", 32_768),
+    ("DeepSeek-V3, full", "DeepSeek-V3", (), "desktop-4090", 32_768),
+    ("Kimi-K2, full", "Kimi-K2", (), "dgx-a100", 524_288),
 )  # fmt: skip
 #: The recipe of all of them: configs/finetune.yaml, whose batch gives way.
 FINETUNE = str(Path(__file__).parents[1] / "configs/finetune.yaml")
@@ -274,6 +282,7 @@ than fp32); one node, with a rank on each device. Memory of a device is what uni
 rank. Where a model does not fit, the page says what is missing; times, where there are any, are those of a
 machine that has it. Weights that a device cannot hold are computed in tiles; each token chooses all experts
 equally likely.
+Recipes are as written; what `--best` makes fit, or which part to buy, is in [plans_best.md](plans_best.md).
 
 {largest}
 
