@@ -290,7 +290,7 @@ WAYS = (
     Way("FSDP2, states in host memory", "fsdp2", {"host": 16}),
     # 12 bytes of states, and a gradient that waits for the norm
     Way("infinity, states where there is room", "infinity", {"host": 15}),
-    Way("infinity, states in host memory", "infinity", {"host": 15}, ("memory.updates=host",)),
+    Way("infinity, states in host memory", "infinity", {"host": 15}, ("memory.device=3GiB",)),
     # two versions; the gradient waits in host memory, half of which is for chunks of updates
     Way("infinity, all states on NVMe", "infinity", {"drive": 24, "host": 5}, ("memory.resident=false",)),
 )

@@ -290,16 +290,16 @@ ROOM_BUDGETS = {
     "core": 2171,
     "data": 2785,
     "device": 1169,
-    "engine": 4436,
+    "engine": 4454,
     "integrations": 776,
     "nvme": 1199,
     "observe": 1029,
-    "optim": 3011,
+    "optim": 3048,
     "partition": 2760,
     "planner": 2202,
     "predict": 4938,
     "recipes": 1798,
-    "shards": 4634,
+    "shards": 4633,
 }
 
 

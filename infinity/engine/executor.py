@@ -6,8 +6,8 @@ Also the settings of one ``Init``, and the choice of where updates run.
 import contextlib
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -33,7 +33,16 @@ from infinity.engine.hooks import Hooks
 from infinity.nvme.probe import measure
 from infinity.observe.timeline import TimedRule, Timeline
 from infinity.optim.rule import Rule
-from infinity.optim.rules import DeviceRule, HostRule, PlacedRule, clip_coefficient, measure_rates
+from infinity.optim.rules import (
+    CHUNK_PIECE_NUMEL,
+    SHARD_PIECE_NUMEL,
+    DeviceRule,
+    HostRule,
+    PlacedRule,
+    ResidentRules,
+    clip_coefficient,
+    measure_rates,
+)
 from infinity.partition.builder import PartitionConfig
 from infinity.partition.mover import KeptSlices, Staging, UnitMover
 from infinity.partition.prefetcher import BackwardPins, Prefetcher
@@ -118,7 +127,8 @@ class StepExecutor(ActivationBudget):
         with contextlib.ExitStack() as stack:
             self.budget = UnitBudget(
                 units, leaves, models, ranks, tiers, ranks.least(ceiling_nbytes, "memory.device"),
-                policy=activations.policy, clips=clips, updates_nbytes=device_nbytes(rules.values(), ranks),
+                policy=activations.policy, clips=clips,
+                updates_nbytes=device_nbytes(chain(*rules.values()), ranks),
             )  # fmt: skip
             tiers.on_device = self.host = None
             if ranks.on_accelerator:
@@ -140,15 +150,14 @@ class StepExecutor(ActivationBudget):
             self.stack = stack.pop_all()  # refers to no module
 
     def _make_updates(
-        self, rules: Mapping[Tier, PlacedRule], config: EngineConfig, clips: bool,
+        self, rules: Mapping[Tier, Sequence[PlacedRule]], config: EngineConfig, clips: bool,
         on_failure: Callable[[BaseException], None], stack: contextlib.ExitStack,
     ) -> Updates:  # fmt: skip
-        storage, timeline, pipeline, beside = self.tiers.storage, self.timeline, None, None
-        if self.ranks.on_accelerator:
-            beside = ThreadPoolExecutor(rules[Tier.HOST].callers, "infinity-resident")
-            stack.callback(beside.shutdown)
+        storage, timeline, pipeline = self.tiers.storage, self.timeline, None
+        resident = ResidentRules(rules[Tier.HOST], beside=self.ranks.on_accelerator)
+        stack.callback(resident.close)
         if storage.store is not None:
-            background = rules[Tier.NVME]
+            [background] = rules[Tier.NVME]
             timed: Any = TimedRule(background, timeline) if timeline.enabled else background
             pipeline = UpdatePipeline(
                 storage.store.engine, storage.host_pool, storage.layout, timed, depth=storage.staged_chunks()
@@ -156,7 +165,7 @@ class StepExecutor(ActivationBudget):
             stack.callback(pipeline.close)
         speculation = Speculation(two_versions=storage.memory.versions == 2, clips=clips)
         updates = Updates(
-            self.tiers, rules[Tier.HOST], beside, pipeline, self.units, StepOrder(), speculation,
+            self.tiers, resident, pipeline, self.units, StepOrder(), speculation,
             commits=storage.commits, on_failure=on_failure, every=config.durability.every,
         )  # fmt: skip
         updates.stored_gradients.chosen = self.budget.spilled  # an optimizer makes room for them
@@ -476,40 +485,49 @@ def reduction_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
 _LEAST_SHARE = 8
 #: The accelerator computes the model beside, and its link carries weights: it must be so much faster.
 _WORTH = 1.1
+#: Of the CPU and the accelerator, who is so much slower updates no unit in host memory: the next step would
+#: wait for the units that it has begun.
+_SLOWEST = 4
 #: Cores that launch kernels and move bytes while others update.
 _FEEDING_THREADS = 2
 #: Units in host memory that are updated at one time beside an accelerator.
 _CALLERS = 4
 
 
-def make_rules(rule: Rule, memory: MemoryConfig, ranks: Ranks, dtype: torch.dtype) -> dict[Tier, PlacedRule]:
-    """Return the update rule for each tier of home that units have; measures the drives."""
+def make_rules(
+    rule: Rule, memory: MemoryConfig, ranks: Ranks, dtype: torch.dtype
+) -> dict[Tier, Sequence[PlacedRule]]:
+    """Return what updates units, side by side, for each tier of home that they have; measures the drives."""
     # Units on NVMe are updated beside training.
     threads, callers = {Tier.HOST: rank_threads(), Tier.NVME: background_threads()}, 1
     if ranks.on_accelerator:  # all are, on all cores but those that feed the accelerator
         threads = dict.fromkeys(threads, max(1, rank_threads() - _FEEDING_THREADS))
         callers = min(_CALLERS, threads[Tier.HOST])
-    rules: dict[Tier, PlacedRule] = {
-        Tier.HOST: HostRule(rule, dtype, threads=threads[Tier.HOST], callers=callers),
-        Tier.NVME: HostRule(rule, dtype, threads=threads[Tier.NVME]),
+    each = threads[Tier.HOST] // callers  # more than cores would keep who launches kernels waiting
+    rules: dict[Tier, Sequence[PlacedRule]] = {
+        Tier.HOST: [HostRule(rule, dtype, threads=each, callers=callers)] * callers,
+        Tier.NVME: [HostRule(rule, dtype, threads=threads[Tier.NVME])],
     }
     if not ranks.on_accelerator:
         if memory.updates == "device":
             raise SettingError("memory.updates", "device", "auto or host: there is no accelerator here")
         return rules
     for home in [Tier.HOST, Tier.NVME] if memory.nvme else [Tier.HOST]:
-        there, wanted = DeviceRule(rule, dtype, ranks.device), memory.updates == "device"
-        if memory.updates == "auto" and (
+        numel = SHARD_PIECE_NUMEL if home is Tier.HOST else CHUNK_PIECE_NUMEL
+        there = DeviceRule(rule, dtype, ranks.device, numel)
+        if memory.updates == "device":
+            rules[home] = [there]
+        elif memory.updates == "auto" and (
             memory.device is None or memory.device >= _LEAST_SHARE * there.nbytes
         ):
             cpu, device = measure_rates(rule, there.layout.dtype, there.device, threads[home])
-            wanted = is_faster(cpu, device)
-            if wanted and home is Tier.NVME:
+            if home is Tier.HOST:
+                here = rules[home] if cpu * _SLOWEST >= device else []
+                rules[home] = [*here, there] if device * _SLOWEST >= cpu else here
+            elif is_faster(cpu, device):
                 speeds = [measure(Path(directory)).mixed_bytes_per_s for directory in memory.nvme]
                 drive = sum(speeds) / (2 * there.layout.bytes_per_element)  # read and written
-                wanted = is_faster(cpu, device, drive)
-        if wanted:
-            rules[home] = there
+                rules[home] = [there] if is_faster(cpu, device, drive) else rules[home]
     return rules
 
 

@@ -12,9 +12,11 @@ import functools
 import math
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import import_module
+from queue import SimpleQueue
 from typing import Any, Literal
 
 import numpy as np
@@ -30,15 +32,18 @@ from infinity.optim.rule import EMA, PIECE_NUMEL, RULES, TEMPORARIES, Rule
 
 #: Elements that the update pipeline reads, updates and writes at one time.
 CHUNK_NUMEL = 2 * 2**20
-#: Elements that an update of host memory has on an accelerator at one time, on each of two streams.
-_DEVICE_NUMEL = 2**20
+#: Streams of an update of host memory on an accelerator: while one computes, the link is busy both ways.
+_DEVICE_STREAMS = 3
+#: Elements that each of them has there at one time: of a chunk, so that all have some, and of a shard. Beside
+#: other threads each piece waits for the interpreter lock, several times.
+CHUNK_PIECE_NUMEL, SHARD_PIECE_NUMEL = 2**20, 2**22
 #: Elements of a slice where several threads update at one time: some ms of work.
 _LEAST_BESIDE = 2**21
 #: Elements of a shard in an accelerator's memory that are updated at one time.
 RESIDENT_NUMEL = 2**22
 #: Numbers of rules that have keys of their own in a recipe.
 _OWN_KEYS = "lr", "betas", "eps", "weight_decay", "warmup_steps", EMA
-_MEASURED, _TRIES = 16, 3  # of so many: few would measure caches, and threads that wake up
+_MEASURED, _TRIES = 6, 3  # of so many pieces: few would measure caches, and threads that wake up
 #: Rows and lanes of a sum of squares: see [Note: order of summation].
 ROW_NUMEL, LANES = 2**15, 128
 
@@ -229,15 +234,17 @@ class HostRule:
 class DeviceRule:
     """Update rule over flat shards in page-locked host memory, on an accelerator; not thread-safe."""
 
-    def __init__(self, rule: Rule, dtype: torch.dtype, device: torch.device) -> None:
-        self.rule, self.layout, self.device, self.callers = rule, rule.layout(dtype), device, 1
-        self._streams = torch.Stream(device), torch.Stream(device)  # one updates while the other copies
+    def __init__(
+        self, rule: Rule, dtype: torch.dtype, device: torch.device, piece_numel: int = SHARD_PIECE_NUMEL
+    ) -> None:
+        self.rule, self.layout, self.device, self._numel = rule, rule.layout(dtype), device, piece_numel
+        self._streams = tuple(torch.Stream(device) for _ in range(_DEVICE_STREAMS))
 
     @property
     def nbytes(self) -> int:
         """Bytes of accelerator memory that it takes."""
         piece = math.ceil(self.layout.bytes_per_element) + 4  # with a gradient of float32
-        return len(self._streams) * (_DEVICE_NUMEL * piece + PIECE_NUMEL * TEMPORARIES * 4)
+        return len(self._streams) * (self._numel * piece + PIECE_NUMEL * TEMPORARIES * 4)
 
     @torch.no_grad()
     def update(
@@ -249,8 +256,8 @@ class DeviceRule:
         layout = rule.layout(weight.dtype)
         state = self.layout.select(state, layout)
         try:
-            for number, begin in enumerate(range(0, weight.numel(), _DEVICE_NUMEL)):
-                part = slice(begin, min(begin + _DEVICE_NUMEL, weight.numel()))
+            for number, begin in enumerate(range(0, weight.numel(), self._numel)):
+                part = slice(begin, min(begin + self._numel, weight.numel()))
                 with self._streams[number % len(self._streams)]:
                     fields = layout.part(state, part.start, part.stop)
                     sources = weight[part], grad[part], *fields
@@ -268,6 +275,36 @@ class DeviceRule:
 PlacedRule = HostRule | DeviceRule
 
 
+class ResidentRules:
+    """Updates shards in host memory: a shard that waits goes to whichever of ``rules`` is free first.
+
+    Each has a thread of its own ``beside`` the caller; else one rule serves the caller.
+    """
+
+    def __init__(self, rules: Sequence[PlacedRule], *, beside: bool) -> None:
+        self._free: SimpleQueue[PlacedRule] = SimpleQueue()
+        for rule in rules:
+            self._free.put(rule)
+        self.threads = ThreadPoolExecutor(len(rules), "infinity-resident") if beside else None
+
+    def run(self, update: Callable[[PlacedRule], object]) -> None:
+        """Call ``update`` with a rule, which no other call has meanwhile."""
+
+        def call() -> None:
+            rule = self._free.get()
+            try:
+                update(rule)
+            finally:
+                self._free.put(rule)
+
+        call() if self.threads is None else self.threads.submit(call)
+
+    def close(self) -> None:
+        """Wait for the updates in flight, and end the threads. May be called twice."""
+        if self.threads is not None:
+            self.threads.shutdown()
+
+
 def scratch_nbytes(numel: int) -> int:
     """Return the temporary bytes of an update of ``numel`` elements in an accelerator's memory."""
     return min(numel, RESIDENT_NUMEL) * TEMPORARIES * 4
@@ -276,7 +313,7 @@ def scratch_nbytes(numel: int) -> int:
 @functools.cache
 def measure_rates(rule: Rule, dtype: torch.dtype, device: torch.device, threads: int) -> tuple[float, float]:
     """Return elements per second of updates in host memory, by the CPU and by ``device``, in under 1 s."""
-    layout, numel = rule.layout(dtype), _MEASURED * _DEVICE_NUMEL
+    layout, numel = rule.layout(dtype), _MEASURED * SHARD_PIECE_NUMEL
     sizes = [layout.weight_nbytes(numel), layout.weight_nbytes(numel), layout.state_nbytes(numel)]
     with contextlib.closing(HostBuffer(rounded(sum(sizes)), device)) as buffer:
         weight, grad, memory = torch.split(buffer.tensor[: sum(sizes)].zero_(), sizes)

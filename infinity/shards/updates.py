@@ -22,11 +22,10 @@ coefficient can void it.
 import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -34,7 +33,7 @@ from infinity.core.errors import StateError
 from infinity.core.lifecycle import Tier, UpdateState
 from infinity.core.nbytes import Extent, Transfer, chained
 from infinity.device.memory import Lease
-from infinity.optim.rules import PlacedRule
+from infinity.optim.rules import PlacedRule, ResidentRules
 from infinity.partition.unit import Segment, Unit, UpdateFuture
 from infinity.planner.updates import Do, ShardUpdate, Speculation, StepOrder
 from infinity.shards.homes import HostHome
@@ -159,18 +158,18 @@ class Updates:
     """Takes in complete gradients, and updates and commits shards.
 
     Args:
-        rule: Updates shards in host memory, on the threads of ``beside`` or, if that is None, the caller's.
+        rules: Update shards in host memory.
         pipeline: Updates shards on NVMe; None: all are resident.
         commits, every: As for :class:`Records` and :class:`CommitInterval`.
         on_failure: Called with the error of an update or of a gradient on its way to it, on any thread.
     """
 
     def __init__(
-        self, tiers: Tiers, rule: PlacedRule, beside: ThreadPoolExecutor | None,
-        pipeline: UpdatePipeline | None, units: Sequence[Unit], order: StepOrder, speculation: Speculation,
-        *, commits: Journal | None, on_failure: Callable[[BaseException], None], every: int | None = None,
+        self, tiers: Tiers, rules: ResidentRules, pipeline: UpdatePipeline | None, units: Sequence[Unit],
+        order: StepOrder, speculation: Speculation, *, commits: Journal | None,
+        on_failure: Callable[[BaseException], None], every: int | None = None,
     ) -> None:  # fmt: skip
-        self.tiers, self.rule, self.beside, self.pipeline = tiers, rule, beside, pipeline
+        self.tiers, self.rules, self.pipeline = tiers, rules, pipeline
         self.order, self.speculation, self.on_failure = order, speculation, on_failure
         self._expecting = False  # of this step
         self._incoming: list[Transfer] = []  # after which gradients have been added
@@ -412,13 +411,13 @@ class Updates:
         )  # fmt: skip
 
     def _in_place(self, pending: PendingUpdate) -> Passes:
-        home = pending.unit.home
+        home, started = pending.unit.home, pending.started
         assert isinstance(home, HostHome)
         home.recorded = False
         preserve = self.tiers.snapshot.preserve  # of the snapshot now: a later one has the new values
         storing, home.storing = home.storing, ()
 
-        def play(runs: Sequence[Run], then: Callable[[BaseException | None], None], *, first: bool) -> None:
+        def play(runs: Sequence[Run], then: Callable[[BaseException | None], None], rule: PlacedRule) -> None:
             error: BaseException | None = None
             try:
                 for transfer in storing:  # writes and saves of the old values read them first
@@ -427,19 +426,19 @@ class Updates:
                 for run in runs:
                     part = slice(run.start, run.stop)
                     grad, state = pending.grad[part], home.layout.part(home.state, run.start, run.stop)
-                    weights = grad if first else home.weight[part]
-                    self.rule.update(weights, grad, state, weights, run.hyper, run.rule)
+                    weights = home.weight[part] if runs is started.runs.last else grad
+                    rule.update(weights, grad, state, weights, run.hyper, run.rule)
             except BaseException as raised:  # surfaces at wait
-                if self.beside is None:
+                if self.rules.threads is None:
                     raise
                 error = raised.with_traceback(None)
             then(error)
 
-        def begin(*args: Any, first: bool = False) -> None:
-            play(*args, first=first) if self.beside is None else self.beside.submit(play, *args, first=first)
+        def begin(runs: Sequence[Run], then: Callable[[BaseException | None], None]) -> None:
+            self.rules.run(partial(play, runs, then))
 
-        runs = pending.started.runs
-        first = partial(begin, runs.first, pending.started.directed.finish, first=True)
+        runs = started.runs
+        first = partial(begin, runs.first, started.directed.finish)
         last = partial(begin, runs.last, partial(self._landed, pending))
         return first if runs.matrices else None, last  # on all ranks, or on none
 

@@ -1,16 +1,19 @@
 """An update on the accelerator gives the bits of one on the CPU."""
 
 import itertools
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from infinity.optim import rules
+from infinity.engine import executor
 from infinity.optim.rules import DeviceRule, HostRule, find_rule, measure_rates
 from infinity.optim.state import MASTERS
+from tests.accelerator.test_on_device import begin, make, same, state, steps
 from tests.helpers.cases import few
 from tests.helpers.launch import run_ranks
 
@@ -25,7 +28,6 @@ def compare(name: str) -> list[str]:
 
     simulator, wrong, rule = device.start(), [], find_rule(name)
     hyper = rule.hyper({**rule.defaults, "lr": 1e-3, "weight_decay": 0.1}, step=3, grad_scale=0.7)
-    rules._DEVICE_NUMEL = 2**13
     for schedule in ("eager", "lazy"):
         simulator.reset(schedule, 0)
         for dtype in MASTERS[rule.master]:
@@ -39,7 +41,9 @@ def compare(name: str) -> list[str]:
             there = torch.device("sim", 0)
             pinned = [each.pin_memory(there) for each in (other, grad, *states)]
             HostRule(rule, dtype).update(weight, grad, state, weight, hyper)
-            DeviceRule(rule, dtype, there).update(pinned[0], pinned[1], tuple(pinned[2:]), pinned[0], hyper)
+            DeviceRule(rule, dtype, there, 2**13).update(
+                pinned[0], pinned[1], tuple(pinned[2:]), pinned[0], hyper
+            )
             for name, one, two in zip(
                 ("weight", *(field.name for field in layout.fields)),
                 (weight, *state),
@@ -107,3 +111,44 @@ def test_several_updates_at_a_time_give_the_same_bits(tmp_path: Path) -> None:
     scenario = harness.Scenario(place=(*harness.HOST, "memory.updates=host"), clip=1.0, accumulate=2)
     [(one, four, faults)] = run_ranks(train_on_several_threads, 1, scenario, str(tmp_path), group=False)
     assert (one, faults) == (four, [])
+
+
+def shared() -> tuple[list[str], dict[str, int], bool]:
+    """Races; updates by each kind of rule; whether the bits are those of updates on the CPU."""
+    simulator = begin("random", 3)
+    count = Counter[str]()
+    with pytest.MonkeyPatch.context() as patch:
+        # As if both were as fast, and the device had room for pieces of a shard alone.
+        patch.setattr(executor, "measure_rates", lambda *_: (1.0, 1.0))
+        patch.setattr(executor, "device_nbytes", lambda *_: 0)
+        patch.setattr(executor, "_LEAST_SHARE", 0)
+        patch.setattr(executor, "SHARD_PIECE_NUMEL", 2**13)
+        for kind in (HostRule, DeviceRule):
+            patch.setattr(kind, "update", counting(kind.update, kind.__name__, count))
+        found = trained("memory.device=192KiB")
+        races, updates = [*simulator.races, *simulator.early], dict(count)
+        expected = trained("memory.updates=host")
+    return races, updates, same(found, expected)
+
+
+def counting(update: Callable[..., None], name: str, count: Counter[str]) -> Callable[..., None]:
+    def call(*args: Any) -> None:
+        count[name] += 1
+        update(*args)
+
+    return call
+
+
+def trained(*more: str) -> dict[str, Tensor]:
+    model, optimizer = make(["memory.host=64MiB", "memory.activations=keep", *more])
+    steps(model, optimizer, range(4))
+    final = state(model, optimizer)
+    optimizer.close()
+    return final
+
+
+def test_cpu_and_accelerator_update_units_of_one_model_side_by_side():
+    harness.needs_simulator()
+    [(races, updates, right)] = run_ranks(shared, 1, group=False)
+    assert (races, right) == ([], True)
+    assert min(updates["HostRule"], updates["DeviceRule"]) > 4

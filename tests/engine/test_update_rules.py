@@ -1,6 +1,10 @@
 """Where updates run follows from the recipe and from what is measured."""
 
+import contextlib
 import math
+from functools import partial
+from itertools import chain
+from threading import Event
 from typing import Any
 
 import pytest
@@ -16,7 +20,7 @@ from infinity.engine import executor as update_rules
 from infinity.engine.executor import device_nbytes, is_faster, make_rules
 from infinity.nvme.probe import Speed
 from infinity.optim.adamw import ADAMW
-from infinity.optim.rules import DeviceRule, HostRule
+from infinity.optim.rules import DeviceRule, HostRule, ResidentRules
 from tests.helpers import models
 from tests.helpers.training import build
 
@@ -45,10 +49,9 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def places(memory: MemoryConfig, ranks: Ranks = ACCELERATOR) -> set[Tier]:
-    """Homes whose updates run on the accelerator."""
-    return {
-        home for home, rule in make_rules(ADAMW, memory, ranks, BF16).items() if isinstance(rule, DeviceRule)
-    }
+    """Homes of which the accelerator updates some units, at least."""
+    made = make_rules(ADAMW, memory, ranks, BF16).items()
+    return {home for home, rules in made if any(isinstance(rule, DeviceRule) for rule in rules)}
 
 
 def test_updates_run_where_they_are_faster(measured, tmp_path):
@@ -56,14 +59,46 @@ def test_updates_run_where_they_are_faster(measured, tmp_path):
     measured(cpu=1e9, device=3e9)
     assert places(memory) == {Tier.HOST, Tier.NVME}
     assert places(MemoryConfig()) == {Tier.HOST}
-    measured(cpu=1e9, device=0.5e9)
+    measured(cpu=1e9, device=0.2e9)
     assert places(memory) == set()
     measured(cpu=1e9, device=3e9, drive=0.5e9)  # the drive sets the pace
     assert places(memory) == {Tier.HOST}
 
 
+def test_cpu_and_accelerator_share_the_units_in_host_memory_unless_one_is_far_slower(measured):
+    def who(cpu: float, device: float) -> set[type]:
+        measured(cpu, device)
+        return {type(rule) for rule in make_rules(ADAMW, MemoryConfig(), ACCELERATOR, BF16)[Tier.HOST]}
+
+    assert who(5e9, 3e9) == who(3e9, 5e9) == who(1e9, 4e9) == {HostRule, DeviceRule}
+    assert who(5e9, 1e9) == {HostRule}
+    assert who(1e9, 5e9) == {DeviceRule}
+
+
+def test_a_shard_that_waits_goes_to_the_rule_that_is_free():
+    began, ends, took = [Event() for _ in range(3)], [Event() for _ in range(3)], dict[int, Any]()
+
+    def update(number: int, rule: Any) -> None:
+        took[number] = rule
+        began[number].set()
+        assert ends[number].wait(30)
+
+    slow, fast = HostRule(ADAMW, BF16), HostRule(ADAMW, BF16)
+    with contextlib.closing(ResidentRules([slow, fast], beside=True)) as rules:
+        for number in range(3):
+            rules.run(partial(update, number))
+        assert began[0].wait(30)
+        assert began[1].wait(30)
+        assert not began[2].is_set()
+        ends[1].set()
+        assert began[2].wait(30)
+        ends[0].set(), ends[2].set()
+    assert {took[0], took[1]} == {slow, fast}
+    assert took[2] is took[1]
+
+
 def test_the_recipe_may_say_where_updates_run(measured):
-    measured(cpu=1e9, device=0.5e9)
+    measured(cpu=1e9, device=0.2e9)
     assert places(MemoryConfig(updates="device")) == {Tier.HOST}
     measured(cpu=1e9, device=3e9)
     assert places(MemoryConfig(updates="host")) == set()
@@ -72,8 +107,8 @@ def test_the_recipe_may_say_where_updates_run(measured):
 
 def test_a_small_device_budget_is_left_to_the_model(measured):
     measured(cpu=1e9, device=3e9)
-    nbytes = device_nbytes(make_rules(ADAMW, MemoryConfig(), ACCELERATOR, BF16).values(), ACCELERATOR)
-    assert 0 < nbytes < 2**27
+    nbytes = device_nbytes(chain(*make_rules(ADAMW, MemoryConfig(), ACCELERATOR, BF16).values()), ACCELERATOR)
+    assert 0 < nbytes < 2**28
     assert places(MemoryConfig(device=8 * nbytes - 1)) == set()
     assert places(MemoryConfig(device=8 * nbytes)) == {Tier.HOST}
 
@@ -82,7 +117,9 @@ def test_without_an_accelerator_the_setting_is_refused(tmp_path):
     with pytest.raises(SettingError, match=r"memory\.updates.*there is no accelerator"):
         make_rules(ADAMW, MemoryConfig(updates="device"), CPU, BF16)
     rules = make_rules(ADAMW, MemoryConfig(), CPU, BF16)
-    assert all(isinstance(rule, HostRule) for rule in rules.values())
+    assert {home: [type(each) for each in of] for home, of in rules.items()} == {
+        Tier.HOST: [HostRule], Tier.NVME: [HostRule],
+    }  # fmt: skip
     model = build(models.build("llama", seed=1)[0], "bf16", ["memory.host=64MiB", "memory.updates=device"])
     with pytest.raises(infinity.RecipeError, match=r"memory\.updates"):
         infinity.AdamW(model)
