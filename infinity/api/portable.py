@@ -489,6 +489,7 @@ class PortableValues:
 
     def __init__(self, checkpoint: DistributedCheckpoint, subject: Subject) -> None:
         self._checkpoint, self._subject, self._rule = checkpoint, subject, subject.runtime.storage.rule
+        self._scratch = [torch.empty(0, device="cpu")] * (1 + len(subject.moments))
         self._fields: dict[int, list[Stored | None]] = {}  # by id of the tensor: its values and moments
         self._complaints: list[str] = []
         self.steps: dict[int, int] = {}  # by id of the parameter; empty without an optimizer's state
@@ -603,8 +604,15 @@ class PortableValues:
         return [self.field(unit, 1 + moment, start, stop) for moment in range(len(self._subject.moments))]
 
     def field(self, unit: Unit, field: int, start: int, stop: int) -> Tensor:
-        """Return elements of the unit's flat buffer (field 0) or of a moment, fp32; zero where none are."""
-        out = torch.zeros(stop - start, device="cpu")
+        """Return elements of the unit's flat buffer (field 0) or of a moment, fp32; zero where none are.
+
+        They are valid until the field's next ones are asked for.
+        """
+        if (
+            len(self._scratch[field]) < stop - start
+        ):  # reused: fresh memory would fault in its pages each time
+            self._scratch[field] = torch.empty(stop - start, device="cpu")
+        out = self._scratch[field][: stop - start].zero_()
         for s, low, first, numel in unit.within(start, stop):
             stored = dict(enumerate(self._fields.get(id(s.whole), ()))).get(field)
             if stored is not None:

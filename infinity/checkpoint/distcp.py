@@ -154,11 +154,12 @@ class ChunkedTensor(Stored):
                         self._sources[number] = _tensor_of(record, self.dtype, stored.sizes, self.key)
                     # The overlap is contiguous in the stored part, but perhaps not in the wanted box.
                     inside = [a - b for a, b in zip(common.offsets, stored.offsets, strict=True)]
-                    piece = torch.empty(common.numel, dtype=out.dtype, device="cpu")
-                    self._sources[number].fill(flat_offset(inside, stored.sizes), piece)
                     begins = (a - b for a, b in zip(common.offsets, box.offsets, strict=True))
                     place = tuple(slice(a, a + n) for a, n in zip(begins, common.sizes, strict=True))
-                    values[place] = piece.view(common.sizes)
+                    piece = values[place].contiguous()
+                    self._sources[number].fill(flat_offset(inside, stored.sizes), piece.view(-1))
+                    if piece.data_ptr() != values[place].data_ptr():
+                        values[place] = piece
                     filled += common.numel
         if filled != len(out):
             raise CheckpointError(f"{self.key}: its parts overlap, and leave elements out: it is damaged")
