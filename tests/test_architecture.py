@@ -291,7 +291,7 @@ ROOM_BUDGETS = {
     "data": 2785,
     "device": 1169,
     "engine": 4454,
-    "integrations": 776,
+    "integrations": 795,
     "nvme": 1199,
     "observe": 1029,
     "optim": 3048,

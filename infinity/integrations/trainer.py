@@ -59,6 +59,8 @@ _MEANT: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 #: Arguments of torch's optimizers: those that change no number, and those that must be False.
 _SPEED, _VARIANTS = {"fused", "foreach"}, {"amsgrad", "maximize"}
+#: Packages whose classes of optimizers do what the rules of the same names do.
+_PACKAGES = "infinity", "torch", "transformers", "bitsandbytes", "torchao"
 #: Arguments in which a subclass gives parameter groups of its own.
 _GROUPS = {"params", "optimizer_dict"}
 
@@ -199,13 +201,15 @@ class StreamingTrainer(transformers.Trainer):  # type: ignore[misc]
         numbers = {k: value for k, value in settings.items() if k not in _SPEED | _VARIANTS | _GROUPS}
         if given is None and kind is torch.optim.AdamW:
             rule = _rule_of(getattr(self.args.optim, "value", self.args.optim))
-            numbers["warmup_steps"] = int(self.args.warmup_steps)
             numbers = {name: value for name, value in numbers.items() if name in rule.defaults}
+            if "warmup_steps" in rule.defaults:
+                numbers["warmup_steps"] = _warmup_steps(self.args)
             if "betas" not in rule.defaults:
                 numbers.pop("eps", None)  # Adafactor's is another number
             numbers |= _numbers_of(rule, self.args.optim_args)
         else:
-            rule = _rule_of(f"{kind.__module__.rpartition('.')[0]}.{kind.__name__}")
+            module = kind.__module__
+            rule = _rule_of(f"{module.rpartition('.')[0] or module}.{getattr(kind, '__name__', kind)}")
         self.optimizer_cls_and_kwargs = self._of_groups(rule, numbers), groups
         try:
             return super().create_optimizer(model)
@@ -236,8 +240,9 @@ class StreamingTrainer(transformers.Trainer):  # type: ignore[misc]
         if wanted is None:
             return None
         every = isinstance(wanted, str) and wanted.replace("_", "-") == "all-linear"
+        weights = dict(self.model.named_parameters(remove_duplicate=False))  # a module would fetch its own
         found = {
-            id(module.weight)
+            id(weights.get(f"{name}.weight"))
             for name, module in self.model.named_modules()
             if isinstance(module, nn.Linear) and (every or check_target_module_exists(wanted, name))
         }
@@ -388,11 +393,24 @@ class StreamingTrainer(transformers.Trainer):  # type: ignore[misc]
 def _rule_of(name: str) -> Rule:
     """Return the rule of an optimizer that the Trainer, or torch, calls ``name``."""
     try:
+        if "." in name and name.partition(".")[0] not in _PACKAGES:
+            wanted = f"a class of {', '.join(_PACKAGES)}: the step of another would not be called"
+            raise SettingError("optim.name", name, wanted)
         return known_rule(name)
     except SettingError as error:
         raise ValueError(
             f"optim={name!r}: wanted {error.wanted}; or optimizers=(infinity.optim.Lion(model, lr=...), None)"
         ) from error
+
+
+def _warmup_steps(args: Any) -> int:
+    """Return the steps in which the rate of a rule rises that has no schedule."""
+    if 0 < args.warmup_steps < 1 and args.max_steps <= 0:
+        raise ValueError(
+            f"warmup_steps={args.warmup_steps} with optim='schedule_free_adamw', a share of "
+            "steps whose number is not known yet: wanted a number of steps, or max_steps above 0"
+        )
+    return int(args.get_warmup_steps(args.max_steps))
 
 
 def _numbers_of(rule: Rule, text: str | None) -> dict[str, Any]:
@@ -404,9 +422,10 @@ def _numbers_of(rule: Rule, text: str | None) -> dict[str, Any]:
             found |= _MEANT[each] if each in _MEANT else {name: json.loads(value.lower())}
         except json.JSONDecodeError as error:
             raise ValueError(f"optim_args: wanted numbers, as in momentum=0.9; got {each!r}") from error
+    rule.check_numbers({**rule.defaults, **rule.check_names(found)})
     if rule.name == "apollo" and "scale" in found:
         found["scale"] = math.sqrt(found["scale"])  # as the authors' code has it
-    return dict(rule.check_names(found))
+    return found
 
 
 def _step_of(checkpoint: Any) -> int:

@@ -5,6 +5,7 @@ import math
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from transformers import (
 )
 
 import infinity
+from infinity.engine.runtime import runtime_of
 from tests.helpers.launch import run_ranks
 
 CONFIG = LlamaConfig(
@@ -227,6 +229,12 @@ def test_adapters_are_saved_and_go_on(tmp_path: Path, closed: Any):
             {"load_best_model_at_end": True, "save_only_model": True, "eval_steps": 2},
             ValueError, r"leave save_only_model out",
         ),
+        ({"optim": "apollo_adamw", "optim_args": "scale=-1"}, ValueError, "scale: got -1; wanted a number"),
+        ({"optim": "sgd", "optim_args": "momentum=null"}, ValueError, "momentum: got None; wanted"),
+        (
+            {"optim": "schedule_free_adamw", "warmup_steps": 0.5, "max_steps": -1},
+            ValueError, r"warmup_steps=0.5 .*wanted a number of steps, or max_steps above 0",
+        ),
     ],
     ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
 )  # fmt: skip
@@ -255,7 +263,7 @@ def test_an_optimizer_by_its_name_is_that_of_torch_or_transformers(
     [
         ("paged_adamw_8bit", None, "adamw8bit", {"betas": (0.8, 0.999), "lr": 3e-3}),
         ("lion_32bit", None, "lion", {"betas": (0.8, 0.999), "weight_decay": 0.1}),
-        ("schedule_free_adamw", None, "schedulefree", {"warmup_steps": 2}),
+        ("schedule_free_adamw", None, "schedulefree", {"warmup_steps": 1}),
         (
             "apollo_adamw", "proj=random, rank=2, scale=128.0, scale_type=tensor", "apollo-rank=2",
             {"per_tensor": True, "scale": math.sqrt(128), "matrix": True},
@@ -264,10 +272,14 @@ def test_an_optimizer_by_its_name_is_that_of_torch_or_transformers(
     ],
 )  # fmt: skip
 def test_an_optimizer_by_its_name_has_the_numbers_of_the_arguments(
-    optim: str, args: str | None, rule: str, numbers: dict[str, Any], tmp_path: Path, closed: Any
-):
+    optim: str, args: str | None, rule: str, numbers: dict[str, Any], tmp_path: Path, closed: Any,
+    monkeypatch: pytest.MonkeyPatch,
+):  # fmt: skip
     names = {"lr_scheduler_type": "constant", "adam_beta1": 0.8, "optim_target_modules": ["q_proj", "v_proj"]}
-    trainer = closed(make(tmp_path, optim=optim, optim_args=args, max_steps=2, **names))
+    trainer = closed(make(tmp_path, optim=optim, optim_args=args, max_steps=2, warmup_steps=0.4, **names))
+    with monkeypatch.context() as patch:
+        patch.setattr(runtime_of(trainer.model), "touch", pytest.fail)  # nothing is fetched
+        trainer.create_optimizer()
     trainer.train()
     optimizer = trainer.optimizer.optimizer
     assert optimizer.rule.name == rule.replace("-rank", "+rank")
@@ -275,6 +287,20 @@ def test_an_optimizer_by_its_name_has_the_numbers_of_the_arguments(
     if "rank" in rule:
         matrices = [each for group in optimizer.param_groups if group["matrix"] for each in group["params"]]
         assert len(matrices) == 2 * CONFIG.num_hidden_layers
+
+
+class SGD(torch.optim.SGD):
+    """An optimizer of a training script, which has its own step."""
+
+
+def test_an_optimizer_of_the_script_is_not_taken_for_that_of_its_name(tmp_path: Path, closed: Any):
+    trainer = closed(make(tmp_path))
+    for given in (SGD, partial(torch.optim.SGD, momentum=0.9)):
+        trainer.optimizer_cls_and_kwargs = given, {"lr": 1e-3}
+        with pytest.raises(ValueError, match=r"wanted a class of infinity, torch, .*; or optimizers="):
+            trainer.create_optimizer()
+    trainer.optimizer_cls_and_kwargs = torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9}
+    assert trainer.create_optimizer().param_groups[0]["momentum"] == 0.9
 
 
 def test_generation_for_metrics_is_that_without_infinity(tmp_path: Path, closed: Any):
