@@ -270,15 +270,15 @@ def background_threads() -> int:
 
 
 def in_slices(
-    run: Callable[[int, int], object], numel: int, threads: int, *, least: int = LEAST_NUMEL
+    run: Callable[[int, int], object], numel: int, threads: int, *, least: int = LEAST_NUMEL, per: int = 1
 ) -> None:
     """Call ``run(begin, end)`` for slices of ``range(numel)``, on this thread and ``threads - 1`` others.
 
     ``run`` releases the interpreter lock, and is called at least once, with an empty slice if ``numel`` is 0.
-    No slice but the last is smaller than ``least``.
+    No slice but the last is smaller than ``least``; each begins a block of ``per`` elements.
     """
     size = max(least, -(-numel // threads))
-    size += -size % 64  # slices of whole cache lines: no two threads write one
+    size += -size % math.lcm(64, per)  # slices of whole cache lines: no two threads write one
     others = [_submit(run, begin, min(begin + size, numel)) for begin in range(size, numel, size)]
     try:
         run(0, min(size, numel))

@@ -59,7 +59,7 @@ def run(
     def call(begin: int, end: int) -> None:
         loop(*(a[begin // per : -(-end // per)] for a, per in arrays), *numbers)
 
-    in_slices(call, len(arrays[0][0]), threads, least=least)
+    in_slices(call, len(arrays[0][0]), threads, least=least, per=int(np.lcm.reduce(pers or [1])))
 
 
 @functools.cache

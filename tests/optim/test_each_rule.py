@@ -337,6 +337,20 @@ def test_the_source_for_cuda_computes_the_same_bits(tmp_path, name, dtype):
     assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
 
 
+@pytest.mark.parametrize("name", ["adamw8bit", "adamw4bit"])
+def test_threads_share_no_block_of_quantized_moments(name):
+    """Slices of 65,600 elements would end within blocks of 256, and of 128."""
+    rule, numel, results = find_rule(name), 3 * 65_600, []
+    layout, hyper = rule.layout(torch.bfloat16), rule.hyper(rule.defaults, step=2)
+    for threads in (1, 3):
+        weight, state = torch.zeros(numel, dtype=layout.dtype), layout.complete((), numel)
+        for step in (1, 2):
+            grad = torch.randn(numel, generator=torch.Generator().manual_seed(step)).exp()
+            HostRule(rule, layout.dtype, threads=threads).update(weight, grad, state, weight, hyper)
+        results.append([weight, *state])
+    assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
+
+
 def exponential(weight, grad):
     return (weight.exp(),)
 
