@@ -145,10 +145,9 @@ def _wrapped(schema: Any, args: Any) -> Any:
         return args
     tensors = [str(a.type) in ("Tensor", "Optional[Tensor]") for a in schema.arguments]
     number = (bool, int, float, complex)
-    return tuple(
-        torch.ops.sim.wrapped_number(a) if tensor and isinstance(a, number) else a
-        for a, tensor in zip(args, tensors)
-    )
+    # Torch gives a wrapped number back to Python as a number; this operator takes none.
+    wrap = torch.tensor if schema.name == "aten::remainder" else torch.ops.sim.wrapped_number
+    return tuple(wrap(a) if tensor and isinstance(a, number) else a for a, tensor in zip(args, tensors))
 
 
 def _written(schema: Any, args: Any, kwargs: Any) -> list[Tensor]:
