@@ -146,6 +146,10 @@ def stream_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             else:
                 yield key, value.view(spec.shape)
 
+    apart = {spec.key for specs in plan.converted.values() for spec in specs}
+    for spec in plan.specs:
+        if not spec.numel and spec.key not in apart:  # no buffer has a part of it
+            yield spec.key, torch.empty(spec.shape, dtype=spec.dtype, device=device)
     for tensor in plan.whole:
         yield from taken(tensor.detach().reshape(-1), plan.places[id(tensor)])
     for unit in runtime.units:
@@ -223,6 +227,10 @@ def export_run(
     """
     run, out = user_path(run, "RUN"), user_path(out, "OUT")
     source = saved_folder(run) / (adapter or "")
+    values = [path.with_name(VALUES) for path in source.rglob(CONFIG)]
+    for needed in values or [source / "config.json"]:
+        if not needed.is_file():
+            raise CheckpointError(f"{needed.parent} holds no {needed.name}, so it is no saved model")
     if stored_as is not None:
         others = (path for path in _files_of(source) if path.suffix != ".safetensors")
         prepare = partial(copy_files, source, [path for path in others if path.name != SAFETENSORS + INDEX])
@@ -230,10 +238,6 @@ def export_run(
         with Checkpoint(source) as kept:
             given = contextlib.nullcontext(kept)
             return export_stored(like, out, kept, given, prepare, ranks=ALONE, on_progress=on_progress)
-    values = [path.with_name(VALUES) for path in source.rglob(CONFIG)]
-    for needed in values or [source / "config.json"]:
-        if not needed.is_file():
-            raise CheckpointError(f"{needed.parent} holds no {needed.name}, so it is no saved model")
     if not values:
         Checkpoint(source).close()  # every file is there, and as long as it says
     copy_saved(source, out)

@@ -291,7 +291,7 @@ def copy_files(source: Path, paths: Iterable[Path], folder: Path) -> None:
     for path in sorted(paths):
         target = folder / path.relative_to(source)
         with writing(f"writing {target}", target):
-            target.parent.mkdir(exist_ok=True)
+            target.parent.mkdir(parents=True, exist_ok=True)
             if path.suffix == ".safetensors":
                 with suppress(OSError):  # another file system, or one without hard links
                     os.link(path.resolve(), target)

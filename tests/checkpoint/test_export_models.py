@@ -119,6 +119,23 @@ def test_an_export_is_what_plain_save_pretrained_saves(name: str, place: str, tm
     assert_as_saved(tmp_path / "out", plain, tmp_path / "plain")
 
 
+class WithEmpty(nn.Module):
+    """Has a parameter and a buffer without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.none = nn.Parameter(torch.empty(0, 4))
+        self.register_buffer("nothing", torch.empty(2, 0))
+
+
+def test_tensors_without_elements_are_streamed_as_they_are_exported(tmp_path: Path) -> None:
+    with sharded(WithEmpty, ["memory.host=64MiB"]) as model:
+        infinity.export(model, tmp_path / "out")
+        assert_equal(streamed(model), tensors_of(tmp_path / "out"))
+        assert streamed(model)["none"].shape == (0, 4)
+
+
 @pytest.mark.parametrize("name", few(("bert", "deepseek_v3"), ("gpt2", "bert", "mixtral", "deepseek_v3")))
 def test_from_pretrained_loads_bitwise_the_same_weights(name: str, tmp_path: Path) -> None:
     factory, batch = zoo.build(name, seed=4)

@@ -9,10 +9,11 @@ import torch
 from safetensors.torch import load_file
 
 import infinity
+from infinity.api.export import export_run
 from infinity.app.runs import write_recipe
 from infinity.app.train import train
 from infinity.cli import main
-from infinity.core.errors import DiskError
+from infinity.core.errors import CheckpointError, DiskError
 from infinity.recipes.loading import load_recipe
 from infinity.recipes.recipe import Recipe
 from tests.app.test_goes_on import stop
@@ -156,3 +157,20 @@ def test_a_run_without_a_stored_form_says_so(
     assert "export without --stored" in said
     assert main(["export", str(tmp_path), str(tmp_path / "out"), "--stored"]) == 1
     assert "wanted the folder of a run" in capsys.readouterr().err
+
+
+def test_files_in_folders_of_a_kept_model_come_with_it_in_either_form(tmp_path: Path) -> None:
+    quantized.write("gpt_oss", like := tmp_path / "like")
+    model = infinity.from_pretrained(like, load_recipe(overrides=["memory.host=64MiB"]))
+    infinity.export(model, kept := tmp_path / "run/model")
+    infinity.close(model)
+    (kept / "notes/of/training").mkdir(parents=True)
+    (kept / "notes/of/training/one.txt").write_text("one")
+    for out, stored_as in ((tmp_path / "plain", None), (tmp_path / "stored", like)):
+        export_run(tmp_path / "run", out, stored_as)
+        assert (out / "notes/of/training/one.txt").read_text() == "one"
+    (kept / "config.json").unlink()
+    for stored_as in (None, like):
+        with pytest.raises(CheckpointError, match=rf"{kept} holds no config.json"):
+            export_run(tmp_path / "run", tmp_path / "never", stored_as)
+    assert not (tmp_path / "never").exists()
