@@ -294,7 +294,7 @@ ROOM_BUDGETS = {
     "integrations": 795,
     "nvme": 1199,
     "observe": 1029,
-    "optim": 3048,
+    "optim": 3047,
     "partition": 2760,
     "planner": 2202,
     "predict": 4938,

@@ -83,18 +83,17 @@ class Formula:
             match statement:
                 case ast.Expr(ast.Constant(str())):
                     continue
-                case ast.Assign([ast.Name(name)], value):
-                    lines.append((name, reader.spelled(value)))
-                case ast.AugAssign(ast.Name(name) as target, operator, value):
-                    left = ast.Name(target.id, ast.Load())
-                    lines.append((name, reader.spelled(ast.BinOp(left, operator, value))))
+                case ast.Assign([ast.Name() as target], value):
+                    lines.append((reader.spelled(target), reader.spelled(value)))
+                case ast.AugAssign(ast.Name() as target, operator, value):
+                    lines.append((reader.spelled(target), reader.spelled(ast.BinOp(target, operator, value))))
                 case ast.Return(ast.Tuple(values)):
                     results = tuple(map(reader.spelled, values))
                 case ast.Return(value) if value is not None:
                     results = (reader.spelled(value),)
                 case _:
                     raise NotElementwiseError(ast.unparse(statement).splitlines()[0])
-        return cls(tuple(argument.arg for argument in definition.args.args), tuple(lines), results)
+        return cls(tuple(f"own_{each.arg}" for each in definition.args.args), tuple(lines), results)
 
     def python(self, name: str) -> str:
         """Return the source of a function of float32 numbers for numba."""
@@ -160,8 +159,8 @@ class _Reader:
 
     def spelled(self, node: ast.expr) -> str:
         match node:
-            case ast.Name(name):
-                return name
+            case ast.Name(name):  # of the rule: what it is compiled with, and C++, have names, too
+                return f"own_{name}"
             case ast.Constant(int() | float() as value):
                 return f"f32({np.float32(value).item()!r})"
             case ast.UnaryOp(ast.USub(), operand):

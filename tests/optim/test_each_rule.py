@@ -359,8 +359,9 @@ def with_all(weight, grad, m, lr):
     """Every construct that is compiled."""
     m = -m * 0.1 + grad
     m -= 2 * lr
-    step = where(m >= 0.5, root(m * m), formula.sign(m))
-    return weight - lr * step, m
+    sign = formula.sign(m)  # a name of what it is compiled with, and one that C++ reserves
+    new = where(m >= 0.5, root(m * m), sign)
+    return weight - lr * new, m
 
 
 def with_a_loop(weight, grad, lr):
