@@ -194,6 +194,7 @@ def _add_another(model: Any, config: Any, name: str) -> Any:
                 f"{', '.join(named)}: all adapters of one base that are on parameters must be on the same. "
                 "Name these in lora.target_parameters, or train the adapters one at a time"
             )
+    config.base_model_name_or_path = model.get_base_model().__dict__.get("name_or_path")  # as peft's first
     model.add_adapter(name, config)
     for params in parameters_by_adapter(model).values():
         for param in params:

@@ -317,3 +317,17 @@ def test_adapters_that_peft_made_itself_are_an_error_that_says_how_to_make_them(
         ):
             infinity.add_lora(adapted, name=name)
     infinity.close(model)
+
+
+def test_each_adapter_names_the_base_and_is_merged_into_it_though_none_was_saved(tmp_path: Path) -> None:
+    factory, _ = models.build("llama", seed=3)
+    plain: Any = factory()
+    plain.save_pretrained(base := tmp_path / "base")
+    model: Any = infinity.from_pretrained(base, training.recipe("fp32", ["memory.host=64MiB"]), frozen=True)
+    for name in ("one", "two"):
+        model = add_lora(model, name=name, rank=2, target_modules=["q_proj"])
+    with closing(model):
+        for name in ("one", "two"):  # new adapters change nothing
+            infinity.export(model, out := tmp_path / name, merge=True, adapter=name)
+            got, wanted = (load_file(each / "model.safetensors") for each in (out, base))
+            assert all(torch.equal(got[key], wanted[key]) for key in wanted)
