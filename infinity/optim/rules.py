@@ -278,17 +278,17 @@ PlacedRule = HostRule | DeviceRule
 class ResidentRules:
     """Updates shards in host memory: a shard that waits goes to whichever of ``rules`` is free first.
 
-    Each has a thread of its own ``beside`` the caller; else one rule serves the caller.
+    Each has a thread of its own ``beside`` the caller; else the first is the caller's, also nested.
     """
 
     def __init__(self, rules: Sequence[PlacedRule], *, beside: bool) -> None:
-        self._free: SimpleQueue[PlacedRule] = SimpleQueue()
+        self._first, self._free = rules[0], SimpleQueue[PlacedRule]()
         for rule in rules:
             self._free.put(rule)
         self.threads = ThreadPoolExecutor(len(rules), "infinity-resident") if beside else None
 
     def run(self, update: Callable[[PlacedRule], object]) -> None:
-        """Call ``update`` with a rule, which no other call has meanwhile."""
+        """Call ``update`` with a rule, which beside the caller no other call has meanwhile."""
 
         def call() -> None:
             rule = self._free.get()
@@ -297,7 +297,7 @@ class ResidentRules:
             finally:
                 self._free.put(rule)
 
-        call() if self.threads is None else self.threads.submit(call)
+        update(self._first) if self.threads is None else self.threads.submit(call)
 
     def close(self) -> None:
         """Wait for the updates in flight, and end the threads. May be called twice."""
