@@ -497,8 +497,11 @@ class PortableValues:
         # the hyperparameters that the checkpoint has of each group
         self.numbers: list[dict[str, Any]] = [{} for _ in subject.groups]
         self.sums: dict[int, dict[str, Tensor]] = {}  # as Optimizer.load_sums takes them
+        # A weight that was tied to another one is in no model any more.
+        in_use = {id(p) for model in subject.runtime.construction.roots for p in model.parameters()}
         for unit in subject.runtime.units:
-            if len({id(s.whole) in subject.named for s in unit.segments}) > 1:  # it is written as a whole
+            wholes = {id(segment.whole) for segment in unit.segments} & in_use
+            if len({each in subject.named for each in wholes}) > 1:  # it is written as a whole
                 raise StateError(
                     f"{unit.name} has parameters of this model and others: give load_checkpoint the whole "
                     "model that was built under infinity.Init"
@@ -608,9 +611,7 @@ class PortableValues:
 
         They are valid until the field's next ones are asked for.
         """
-        if (
-            len(self._scratch[field]) < stop - start
-        ):  # reused: fresh memory would fault in its pages each time
+        if len(self._scratch[field]) < stop - start:  # reused: fresh memory would fault in its pages
             self._scratch[field] = torch.empty(stop - start, device="cpu")
         out = self._scratch[field][: stop - start].zero_()
         for s, low, first, numel in unit.within(start, stop):

@@ -22,9 +22,10 @@ import infinity
 from infinity.api import portable
 from infinity.core.errors import CheckpointError
 from infinity.engine.runtime import runtime_of
+from tests.helpers import models
 from tests.helpers.cases import few
 from tests.helpers.launch import run_ranks, several
-from tests.helpers.training import build, streaming
+from tests.helpers.training import build, recipe, streaming
 
 PLACES = {"memory": ["memory.host=64MiB"], "nvme": None}
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -258,6 +259,24 @@ def test_two_weights_are_no_tied_one(tmp_path: Path, head: str) -> None:
     assert ("embedding.weight has shape (3,), the model (50, 17)" in str(raised.value)) is (head == "neither")
     assert_same(weights_of(model, optimizer), before)
     infinity.close(model)
+
+
+def test_a_weight_that_was_tied_while_the_model_was_built_is_none_of_another_model(tmp_path: Path) -> None:
+    states = []
+    for seed in (1, 2):
+        factory, batch = models.build("t5", seed=seed)  # both stacks make an embedding, and share a third
+        with infinity.Init(recipe("fp32", ["memory.host=64MiB"])):
+            model = factory()
+        optimizer = infinity.AdamW(model, lr=0.01)
+        model(**batch(seed)).loss.backward()
+        optimizer.step()
+        if seed == 1:
+            infinity.save_checkpoint(model, optimizer, tmp_path / "out")
+        else:
+            assert infinity.load_checkpoint(model, optimizer, tmp_path / "out") == 1
+        states.append(state_of(model, optimizer))
+        infinity.close(model)
+    assert_same(*states)
 
 
 def test_a_run_that_is_loaded_goes_on_bitwise(tmp_path: Path) -> None:
