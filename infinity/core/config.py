@@ -239,8 +239,8 @@ class MemoryConfig(Config):
     updates: Literal["auto", "host", "device"] = option(
         "auto",
         "where updates run; device, auto: states of units in host memory are in memory.device, too, as far "
-        "as it has room, and are updated there; other updates run on the accelerator and back (auto: from "
-        "host memory on both, as measured, from NVMe where that is faster); host: all on the CPU",
+        "as it has room, and are updated there; others run on the accelerator and back (auto: from host "
+        "memory on both, from NVMe where that is faster); host: all on the CPU",
     )
     numa: Literal["auto", "never"] = option(
         "auto",

@@ -186,9 +186,9 @@ def break_an_update(folder: str) -> tuple[str, str]:
         if step == 0:
             HostRule.update = fail  # type: ignore[method-assign]
         if step == 1:
-            beside = runtime_of(model).executor().updates.beside
-            assert beside is not None
-            beside.submit(int).result()  # after all updates
+            threads = runtime_of(model).executor().updates.rules.threads
+            assert threads is not None
+            threads.submit(int).result()  # after all updates
             found.extend(map(repr, told))
 
     with pytest.raises(ArithmeticError) as raised:
