@@ -95,7 +95,7 @@ def train_on_several_threads(scenario: Any, folder: str) -> tuple[str, str, list
     simulator, workers, digests = device.start(), list[int](), list[str]()
 
     def before(step: int, model: nn.Module, optimizer: Any) -> None:
-        workers.append(runtime_of(model).executor().updates.beside._max_workers)
+        workers.append(runtime_of(model).executor().updates.rules.threads._max_workers)
 
     for threads in (1, 6):
         simulator.reset("random", 1)
