@@ -205,12 +205,8 @@ def rows_of(tokens: Tokens, shape: BatchShape, kind: Kind = TEXTS, *, packing: b
     guess. So are those of examples, with packing such that an example fits a row. What has no target that
     counts is left out, an example with any of its documents; documents that are ``whole`` have no targets.
     """
-    seq_len, together, mask, documents = (
-        shape.seq_len,
-        max(1, kind.documents),
-        tokens.loss_mask,
-        tokens.documents,
-    )
+    seq_len, together = shape.seq_len, max(1, kind.documents)
+    mask, documents = tokens.loss_mask, tokens.documents
     used = slice(len(documents) // together * together)
     given = documents[used if kind.documents else documents[:, 1] - documents[:, 0] > 1]
     begins, lengths, counted = given[:, 0], given[:, 1] - given[:, 0], given[:, 2]

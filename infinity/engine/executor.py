@@ -527,7 +527,8 @@ def make_rules(
             elif is_faster(cpu, device):
                 speeds = [measure(Path(directory)).mixed_bytes_per_s for directory in memory.nvme]
                 drive = sum(speeds) / (2 * there.layout.bytes_per_element)  # read and written
-                rules[home] = [there] if is_faster(cpu, device, drive) else rules[home]
+                if is_faster(cpu, device, drive):
+                    rules[home] = [there]
     return rules
 
 

@@ -34,7 +34,7 @@ from infinity.optim.rule import EMA, PIECE_NUMEL, RULES, TEMPORARIES, Rule
 CHUNK_NUMEL = 2 * 2**20
 #: Streams of an update of host memory on an accelerator: while one computes, the link is busy both ways.
 _DEVICE_STREAMS = 3
-#: Elements that each of them has there at one time: of a chunk, so that all have some, and of a shard. Beside
+#: Elements that each of them has there at one time: of a chunk, which is two pieces, and of a shard. Beside
 #: other threads each piece waits for the interpreter lock, several times.
 CHUNK_PIECE_NUMEL, SHARD_PIECE_NUMEL = 2**20, 2**22
 #: Elements of a slice where several threads update at one time: some ms of work.
