@@ -34,6 +34,7 @@ from update import in_turns
 from worker import Job, Phase
 
 from infinity.core.nbytes import aligned
+from infinity.device.machine import DTYPES
 from infinity.optim.rules import HostRule, find_rule
 from infinity.optim.state import store_master
 
@@ -130,7 +131,7 @@ def updates(names: list[str], quick: bool) -> list[Claim]:
 
 
 def steps(
-    names: list[str], quick: bool, root: Path, rounds: int, tokens: list[int], count: int
+    names: list[str], quick: bool, root: Path, rounds: int, tokens: list[int], count: int, dtype: str
 ) -> list[Claim]:
     shape = llama.TINY if quick else llama.MEDIUM
     found = dict[tuple[str, int], Measured]()
@@ -140,7 +141,7 @@ def steps(
         for turn in range(rounds):
             for name in names if turn % 2 == 0 else names[::-1]:
                 print(f"{name}, turn {turn + 1}", file=sys.stderr, flush=True)
-                device = int(3.4 * shape.numel) + 96 * 2**20
+                device = int(1.7 * DTYPES[dtype].itemsize * shape.numel) + 96 * 2**20
                 where = [
                     f"memory.nvme=[{folder}]", "memory.host=160MiB", "memory.resident=false",
                     f"memory.device={device}", "memory.activations=keep", f"run.dir={folder / 'runs'}",
@@ -149,6 +150,7 @@ def steps(
                 job = Job(
                     way="infinity", shape=shape.as_dict(), phases=[asdict(Phase(each)) for each in tokens],
                     warmup=min(3, count), steps=count, folder=str(folder), overrides=where, clip=None,
+                    dtype=dtype,
                 )  # fmt: skip
                 jobs = {name: job}
                 if name == "muon":
@@ -166,7 +168,7 @@ def steps(
         rows.append([name, str(each), f"{measured.median_s:.2f}", f"{ratio:.2f}", *moved])
         if name == "adamw8bit" and each == 512:
             claims.append(Claim.at_most("adamw8bit: a step of 512 tokens / AdamW's", ratio, 0.75, "x"))
-    print(f"\nA step of {shape.name}, all on NVMe")
+    print(f"\nA step of {shape.name}, {dtype}, all on NVMe")
     print_table(["rule", "tokens", "step s", "/ adamw", "read GB", "written GB", "rate / fio's"], rows)
     return claims
 
@@ -236,7 +238,7 @@ def plans(names: list[str], quick: bool) -> list[Claim]:
 
 
 def main() -> None:
-    parser = Options(__doc__, "small sizes, one round", rounds=2, every="every rule in steps", dtype=False)
+    parser = Options(__doc__, "small sizes, one round", rounds=2, every="every rule in steps")
     parser.add_argument("--rules", default=",".join(RULES))
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--tokens", default="512,2048", help="of a step")
@@ -257,6 +259,7 @@ def main() -> None:
             options.rounds,
             [*map(int, options.tokens.split(","))],
             options.steps,
+            options.dtype,
         )
     if "loss" in parts:
         claims += losses(names, options.quick, options.nvme, options.batch, seeds, options.loss_dtype)
