@@ -1,4 +1,4 @@
-"""The command line: ``infinity train | resume | runs | verify | export | save | plan | probe | ...``."""
+"""The command line: ``infinity train | resume | runs | verify | export | save | plan | doctor | ...``."""
 
 import argparse
 import io
@@ -13,6 +13,7 @@ from typing import Any, NoReturn, TypeAlias
 
 from infinity import __version__
 from infinity.core.errors import InfinityError, RecipeError, library_errors
+from infinity.core.process import launched
 
 #: Exit codes of the signals that stop a command: as a shell reports them, and "try again later" for SIGUSR1,
 #: which schedulers send before the time is up (SLURM: --signal=USR1@60).
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", USE_HUB_KERNELS="0")
     try:
         with _terminable():
-            args.run_command(args)
+            code = args.run_command(args)
             sys.stdout.flush()
     except BrokenPipeError:  # as in infinity recipe | head; what is left is not flushed at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         how = "interrupted" if number == signal.SIGINT else f"stopped by {number.name}"
         _say(f"{how}; the run's files are closed", stop)
         return STOPPED[number]
-    return 0
+    return code or 0
 
 
 def _say(line: str, error: BaseException) -> None:
@@ -107,10 +108,10 @@ _COMMANDS = _PARSER.add_subparsers(dest="command", required=True, metavar="COMMA
 _Argument: TypeAlias = tuple[str, dict[str, Any]]
 
 
-def _command(*arguments: _Argument) -> Callable[[Callable[..., None]], object]:
+def _command(*arguments: _Argument) -> Callable[[Callable[..., int | None]], object]:
     """Decorator that makes ``_name`` the command ``infinity name``; its docstring is the help."""
 
-    def add(run: Callable[..., None]) -> object:
+    def add(run: Callable[..., int | None]) -> object:
         text = run.__doc__ or ""
         summary = text[:1].lower() + text.partition(".")[0][1:]
         parser = _COMMANDS.add_parser(run.__name__[1:], help=summary, description=text)
@@ -380,7 +381,7 @@ def _progress() -> Iterator[Callable[[str, int, int], object]]:
     """Yield what shows, on rank 0, how far a command is that may take long."""
     from infinity.observe.metrics import ProgressDisplay, View
 
-    view = ProgressDisplay(0) if os.environ.get("RANK", "0") == "0" else View()
+    view = ProgressDisplay(0) if launched().rank == 0 else View()
     try:
         yield view.progress
     finally:
@@ -400,7 +401,7 @@ def _save(args: argparse.Namespace) -> None:
 
 
 def _say_once(line: str) -> None:
-    if os.environ.get("RANK", "0") == "0":  # all ranks of torchrun come here
+    if launched().rank == 0:  # all ranks come here
         print(line)
 
 
@@ -494,6 +495,30 @@ def _probe(args: argparse.Namespace) -> None:
         with library_errors(RecipeError, f"--output {args.output}"):
             write_machine(machine, output)
         print(f"wrote {args.output}; plan for it with: infinity plan RECIPE --on {args.output}")
+
+
+@_command(
+    _argument("recipe", "RECIPE", "a YAML file, as in configs/ (default: the defaults)", nargs="?"),
+    _overrides("such as memory.nvme=[/mnt/a,/mnt/b], whose drives are measured"),
+    _argument(
+        "--timeout", "S", "of each check, and for late ranks (s)", type=_at_least_one(float), default=60.0
+    ),
+    _flag("--json", "print what every rank found as JSON"),
+)
+def _doctor(args: argparse.Namespace) -> int:
+    """Say what this machine has, or each rank under torchrun, srun or mpirun, and what is wrong.
+
+    Devices, links and drives are measured, in some seconds. The exit code is 1 if a run would fail.
+    """
+    from infinity.recipes.loading import load_recipe
+
+    path, overrides = args.recipe, args.overrides
+    if path is not None and "=" in path:
+        path, overrides = None, [path, *overrides]
+    recipe = load_recipe(path, overrides)
+    from infinity.app.doctor import doctor
+
+    return doctor(recipe, _console(), patience_s=args.timeout, as_json=args.json)
 
 
 @_command(

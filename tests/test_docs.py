@@ -255,6 +255,7 @@ SLOW = {
     "planning.md",
     "checkpoints.md",
     "interruptions.md",
+    "launchers.md",
     "training_loops.md",
     "data.md",
     "fine_tuning.md",

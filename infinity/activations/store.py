@@ -15,7 +15,6 @@ loaded bytes as soon as their copies are issued, since its stream waits for them
 
 import ctypes
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +29,7 @@ from torch import Tensor
 from infinity.core.nbytes import BLOCK_NBYTES, Extent, Transfer, TransferEngine, aligned, stream
 from infinity.core.plan import Hardware, Place
 from infinity.device import accelerator
-from infinity.device.memory import HostBuffer, Lease, Pool
+from infinity.device.memory import Lease, Pool, measure_link
 from infinity.nvme.probe import measure
 from infinity.nvme.volume import Volume
 
@@ -122,28 +121,11 @@ def measure_hardware(
         read_bytes_per_s=sum(speed.read_bytes_per_s for speed in speeds),
         write_bytes_per_s=sum(speed.write_bytes_per_s for speed in speeds),
         mixed_bytes_per_s=sum(speed.mixed_bytes_per_s for speed in speeds),
-        host_bytes_per_s=0.0 if on_cpu else _host_bytes_per_s(device),
+        host_bytes_per_s=0.0 if on_cpu else min(measure_link(device)),
         host_nbytes=0 if on_cpu else host_nbytes,
         # Not shared among threads: those of a parallel region wait for the one whose core I/O takes.
         compute_s_per_byte=max((s.processor_s_per_byte for s in speeds), default=0.0) * on_cpu,
     )
-
-
-def _host_bytes_per_s(device: torch.device) -> float:
-    """Measure the slower direction between an accelerator and pinned memory."""
-    there, buffer = torch.empty(2**26, dtype=torch.uint8, device=device), HostBuffer(2**26, device)
-    here, slowest = buffer.tensor, float("inf")
-    try:
-        for target, source in ((here, there), (there, here)):
-            target.copy_(source)
-            accelerator.synchronize(device)
-            began_s = time.perf_counter()
-            target.copy_(source)
-            accelerator.synchronize(device)
-            slowest = min(slowest, here.numel() / (time.perf_counter() - began_s))
-    finally:
-        buffer.close()
-    return slowest
 
 
 class DirectStore:

@@ -19,7 +19,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from infinity.comm.collectives import Collectives
 from infinity.core.config import SettingError
 from infinity.core.errors import BudgetError, InfinityError, LaunchError, PeerError, RecipeError, first_line
-from infinity.core.process import check_meeting_point, launched
+from infinity.core.process import find_meeting_point, launched
 from infinity.device.accelerator import hardware_id
 
 T = TypeVar("T")
@@ -99,7 +99,7 @@ def join_ranks(timeout_s: float, device: str | None = None) -> torch.device:
     chosen = choose_device(device, found.local_rank)
     if found.world_size == 1 or dist.is_initialized():
         return chosen
-    check_meeting_point(found)
+    find_meeting_point(found)
     backend, timeout = backend_of(chosen), timedelta(seconds=timeout_s)
     with peer_errors("meeting the other ranks"):
         store = None

@@ -25,12 +25,14 @@ import _signal  # type: ignore[import-not-found]  # `signal` takes 3 us, and eac
 import contextlib
 import os
 import queue
+import re
 import signal
 import threading
 import time
 import weakref
+import zlib
 from collections import namedtuple
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from functools import cache
 from threading import get_ident
@@ -142,17 +144,28 @@ def launched(environment: Mapping[str, str] | None = None) -> Launch:
     return Launch(rank, world_size, local_rank, local_world_size, named.name)
 
 
-def check_meeting_point(found: Launch, environment: Mapping[str, str] | None = None) -> None:
-    """Raise a LaunchError unless the environment says where the ranks meet."""
+def find_meeting_point(found: Launch, environment: MutableMapping[str, str] | None = None) -> None:
+    """Set ``MASTER_ADDR`` and ``MASTER_PORT``, where the ranks meet, as far as they are not set.
+
+    Raises a LaunchError if that does not follow: from SLURM's list of machines, or as there is only this one.
+    """
     env = os.environ if environment is None else environment
+    job = env.get("PMIX_NAMESPACE", "")
+    if env.get("SLURM_STEP_NUM_TASKS") == str(found.world_size) and "SLURM_STEP_NODELIST" in env:
+        job = f"{env.get('SLURM_JOB_ID')}.{env.get('SLURM_STEP_ID')}"
+        first = re.match(r"(?:\[[^]]*\]|[^,[])*", env["SLURM_STEP_NODELIST"])  # of node[01-04,07],gpu3
+        env.setdefault("MASTER_ADDR", re.sub(r"\[(\d+)[^]]*\]", r"\1", first[0] if first else ""))
+    elif found.local_world_size == found.world_size:
+        env.setdefault("MASTER_ADDR", "127.0.0.1")
+    if "MASTER_ADDR" in env and job:
+        env.setdefault("MASTER_PORT", str(20_000 + zlib.crc32(job.encode()) % 10_000))
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
     if missing:
         raise LaunchError(
             f"{found.launcher} started {found.world_size} ranks, but {' and '.join(missing)} "
             f"{'are' if len(missing) > 1 else 'is'} not set, where they meet: export MASTER_ADDR, the name "
-            "of rank 0's machine (under SLURM $(scontrol show hostnames $SLURM_NODELIST | head -n 1)), and "
-            "MASTER_PORT, a free port of it such as 29500, before the launcher; for runs that do not belong "
-            "together export WORLD_SIZE=1"
+            "of rank 0's machine, and MASTER_PORT, a free port of it such as 29500 (mpirun -x MASTER_ADDR -x "
+            "MASTER_PORT); for runs that do not belong together export WORLD_SIZE=1"
         )
 
 

@@ -145,6 +145,23 @@ class DeviceBuffer:
         self.tensor = self.tensor.new_empty(0)  # a lease that outlived the pool does not hold the memory
 
 
+def measure_link(device: torch.device, nbytes: int = 2**26) -> tuple[float, float]:
+    """Return the bytes per second from pinned host memory to an accelerator, and back."""
+    there, buffer = torch.empty(nbytes, dtype=torch.uint8, device=device), HostBuffer(nbytes, device)
+    here, rates = buffer.tensor, list[float]()
+    try:
+        for target, source in ((there, here), (here, there)):
+            target.copy_(source)
+            synchronize(device)
+            began_s = time.perf_counter()
+            target.copy_(source)
+            synchronize(device)
+            rates.append(nbytes / (time.perf_counter() - began_s))
+    finally:
+        buffer.close()
+    return rates[0], rates[1]
+
+
 #: Memory of one buffer; ``tensor`` is uint8 and spans all of it.
 Buffer = HostBuffer | DeviceBuffer
 

@@ -15,19 +15,21 @@ import torch
 from infinity.device.accelerator import pci_address
 from infinity.device.machine import local_ranks, read, share_of_cores
 
+_ROOT, _NODES = Path("/"), "sys/devices/system/node/node[0-9]*"
 
-def bind(device: torch.device, directories: Iterable[str], root: Path = Path("/")) -> str:
+
+def bind(device: torch.device, directories: Iterable[str], root: Path = _ROOT) -> str:
     """Let all threads of this process run on the node of ``device``; return a line for people, or none.
 
     Nothing changes where there is one node, where the device's is unknown, or where its cores are fewer than
     the shares of its ranks (one rank has all cores). ``directories`` on drives of other nodes are named.
     """
-    nodes = {_number(each.name[4:]): each for each in root.glob("sys/devices/system/node/node[0-9]*")}
-    node = _node_of_device(device, root)
+    nodes = {_number(each.name[4:]): each for each in root.glob(_NODES)}
+    node = node_of_device(device, root)
     there = nodes[node].glob("cpu[0-9]*") if node in nodes else ()
     cores = {_number(each.name[3:]) for each in there} & os.sched_getaffinity(0)
     visible = range(min(local_ranks(), torch.accelerator.device_count()))
-    ranks = sum(_node_of_device(torch.device(device.type, index), root) == node for index in visible)
+    ranks = sum(node_of_device(torch.device(device.type, index), root) == node for index in visible)
     if len(nodes) < 2 or len(cores) < max(1, ranks) * share_of_cores():
         return ""
     for task in Path("/proc/self/task").iterdir():
@@ -39,7 +41,12 @@ def bind(device: torch.device, directories: Iterable[str], root: Path = Path("/"
     return f"{line}; drives of other nodes: {', '.join(far)}" if far else line
 
 
-def _node_of_device(device: torch.device, root: Path) -> int:
+def count_nodes(root: Path = _ROOT) -> int:
+    return len([*root.glob(_NODES)])
+
+
+def node_of_device(device: torch.device, root: Path = _ROOT) -> int:
+    """Return the node of an accelerator; -1: unknown."""
     return _number(read(root / "sys/bus/pci/devices" / pci_address(device) / "numa_node"))
 
 

@@ -35,6 +35,9 @@ class Speed:
     write_bytes_per_s: float
     processor_s_per_byte: float = 0.0
     both_bytes_per_s: float | None = None  # reads and writes at one time, together; None: not measured
+    engine: str = ""  # that moved the bytes
+    direct: bool = True  # past the page cache, by O_DIRECT
+    notes: tuple[str, ...] = ()  # lines for people about what the drive lacks, such as O_DIRECT
 
     @property
     def mixed_bytes_per_s(self) -> float:
@@ -43,8 +46,9 @@ class Speed:
 
 
 def measure(
-    directory: Path, nbytes: int = 64 * 2**20, *, allocated_on: torch.device | None = None, both: bool = False
-) -> Speed:
+    directory: Path, nbytes: int = 64 * 2**20, *, allocated_on: torch.device | None = None,
+    both: bool = False, engine: str = "auto",
+) -> Speed:  # fmt: skip
     """Write a file of ``nbytes``, write it again, read it, and remove it. Raises a DiskError.
 
     ``allocated_on``: move memory of torch's allocator, as activations are: on the CPU its pages are pinned
@@ -55,31 +59,34 @@ def measure(
     with contextlib.ExitStack() as stack:
         volume = stack.enter_context(contextlib.closing(Volume([path])))
         stack.callback(path.unlink, missing_ok=True)
-        name = "auto" if allocated_on is None or allocated_on.type == "cpu" else "gds"
-        engine: Any = stack.enter_context(contextlib.closing(make_engine(name, volume)))
+        name = engine if allocated_on is None or allocated_on.type == "cpu" else "gds"
+        notes = list[str]()
+        moves: Any = stack.enter_context(contextlib.closing(make_engine(name, volume, notes.append)))
+        notes += volume.notes
+        about: dict[str, Any] = {"engine": moves.name, "direct": not volume.notes, "notes": tuple(notes)}
         extent = volume.allocate(nbytes, what="the probe of the drive's speed")
         memory = _memory(nbytes, allocated_on)
-        engine.write(extent, memory).wait()  # finds the blocks their place: not timed
+        moves.write(extent, memory).wait()  # finds the blocks their place: not timed
         processor_s = -time.process_time()
         began = time.perf_counter()
-        engine.write(extent, memory).wait()
+        moves.write(extent, memory).wait()
         written = time.perf_counter()
-        engine.read(extent, memory).wait()
+        moves.read(extent, memory).wait()
         ended = time.perf_counter()
         processor_s += time.process_time()
         rates = nbytes / (ended - written), nbytes / (written - began)
         if not both or name == "gds":
-            return Speed(*rates, processor_s / (2 * nbytes))
+            return Speed(*rates, processor_s / (2 * nbytes), **about)
         moving, half = [], nbytes // 2 // BLOCK_NBYTES * BLOCK_NBYTES
         began = time.perf_counter()
         for begin in range(0, half, _PIECE_NBYTES):  # one half is read while the other is written
-            for start, move in ((begin, engine.read), (half + begin, engine.write)):
+            for start, move in ((begin, moves.read), (half + begin, moves.write)):
                 part = min(_PIECE_NBYTES, half - begin)
                 moving.append(move(extent.part(start, part), memory[start : start + part]))
         for each in moving:
             each.wait()
         both_bytes_per_s = 2 * half / (time.perf_counter() - began)
-    return Speed(*rates, processor_s / (2 * nbytes), both_bytes_per_s)
+    return Speed(*rates, processor_s / (2 * nbytes), both_bytes_per_s, **about)
 
 
 def _memory(nbytes: int, allocated_on: torch.device | None) -> Any:

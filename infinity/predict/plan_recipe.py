@@ -1,7 +1,6 @@
 """Implements ``infinity plan RECIPE``: what a run would need, take and cost, before it runs."""
 
 import math
-import os
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
@@ -13,6 +12,7 @@ from rich.table import Table
 from infinity.core.errors import RecipeError, library_errors, quiet_libraries
 from infinity.core.files import write_file
 from infinity.core.nbytes import format_nbytes
+from infinity.core.process import launched
 from infinity.engine.executor import Dtype
 from infinity.observe.metrics import PredictedStep
 from infinity.planner.search import PlanSearch
@@ -59,8 +59,8 @@ def show_recipe(
     overrides = [each for each in overrides if each not in of_machine]
     recipe = load_recipe(path, overrides)
     machine = load_machine(on, of_machine) if on is not None else probe(measurable(recipe.memory.nvme))
-    if ranks is None and "WORLD_SIZE" in os.environ:
-        ranks = int(os.environ["WORLD_SIZE"])
+    if ranks is None and launched().launcher:
+        ranks = launched().world_size
     began_s = time.perf_counter()
     if best:
         named = named_keys(path, overrides)
