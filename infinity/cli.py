@@ -299,12 +299,6 @@ def _export(args: argparse.Namespace) -> None:
     """
     from infinity.app.export import publish_run
 
-    if args.base is not None and not (args.merge or args.per_expert):
-        raise RecipeError("--base is for --merge and --per-expert")
-    if args.ema and (args.best or args.per_expert):
-        raise RecipeError("--ema is without --best and --per-expert")
-    if args.per_expert and (args.merge or args.stored):
-        raise RecipeError("--per-expert is for adapters: leave out --merge and --stored")
     names = "stored", "merge", "per_expert", "base", "adapter", "best", "ema"
     with _progress() as show:
         given = {name: getattr(args, name) for name in names}
@@ -337,7 +331,7 @@ def _chat(args: argparse.Namespace) -> None:
     Weights of a run are those that it saved (run.save), or, where it was interrupted, those of its last
     committed step; it can still go on.
     """
-    from infinity.app.chat import chat
+    from infinity.app.export import chat
     from infinity.app.samples import Writing
 
     if not 0 <= args.temperature < math.inf:

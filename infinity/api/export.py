@@ -10,7 +10,7 @@ configs, tokenizer) comes first.
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,24 +19,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from infinity.api.adapters import CONFIG, VALUES
 from infinity.api.lora import check_adapter
 from infinity.api.merge import MergedModel
 from infinity.api.merge import merge as merge_adapters
 from infinity.api.save_lora import save_lora
 from infinity.api.saved import MAX_SHARD_NBYTES, convert, saved_tensors, write_companions
-from infinity.checkpoint.directory import INDEX, SAFETENSORS, Checkpoint
+from infinity.checkpoint.directory import Checkpoint
 from infinity.checkpoint.load import OnProgress, Part, cut, named_targets
 from infinity.checkpoint.quantize import Requantized, export_stored, open_together
-from infinity.checkpoint.writer import (
-    Publication,
-    TensorSpec,
-    check_room,
-    copy_files,
-    new_directory,
-    plan_files,
-)
-from infinity.comm.ranks import ALONE, all_ranks_or_raise
+from infinity.checkpoint.writer import Publication, TensorSpec, check_room, new_directory, plan_files
+from infinity.comm.ranks import all_ranks_or_raise
 from infinity.core.errors import CheckpointError, listed
 from infinity.core.files import user_path
 from infinity.core.nbytes import Transfer, stream
@@ -49,10 +41,6 @@ from infinity.shards.storage import chunk_places
 
 #: Chunks of weights that are read at a time.
 _READ_AHEAD = 8
-#: Folders in which a run keeps its trained model, or only its adapters.
-MODEL_FOLDER, ADAPTERS_FOLDER = "model", "adapters"
-#: The folder of a run in which either is that of the averages.
-EMA_FOLDER = "ema"
 
 
 def export(
@@ -200,63 +188,6 @@ def check_room_for(model: nn.Module, folder: Path, copies: int = 1) -> None:
     """Raise a DiskError if ``folder`` has no room for as many copies as :func:`export` writes."""
     nbytes = copies * sum(p.numel() * p.itemsize for p in model.parameters())
     check_room(folder, nbytes, f"finding room for the trained model in {folder}")
-
-
-def saved_folder(run: Path) -> Path:
-    """Return the folder of the trained model, or of the adapters, that a run of ``infinity train`` kept."""
-    for source in (run / ADAPTERS_FOLDER, run / MODEL_FOLDER):
-        if source.is_dir():
-            return source
-    what = f"no folder {MODEL_FOLDER}" if run.is_dir() else "no such folder"
-    found = [path for name in (MODEL_FOLDER, ADAPTERS_FOLDER) for path in run.glob(f"*/{name}")]
-    newest = max(found, key=lambda path: path.stat().st_mtime).parent if found else None
-    raise CheckpointError(
-        f"{run}: {what}; wanted the folder of a run that came to its last step with run.save: true, "
-        f"with its trained model in {MODEL_FOLDER}/"
-        + ("" if newest is None else f". It is a folder of runs; the newest with a model is {newest}")
-    )
-
-
-def export_run(
-    run: str | Path, out: str | Path, stored_as: str | Path | None = None, adapter: str | None = None,
-    on_progress: OnProgress | None = None,
-) -> Requantized | None:  # fmt: skip
-    """Publish the model, or the adapters, that a run of ``infinity train`` kept; raises as :func:`export`.
-
-    Several adapters are in folders of their names; with ``adapter`` that one is published.
-    """
-    run, out = user_path(run, "RUN"), user_path(out, "OUT")
-    source = saved_folder(run) / (adapter or "")
-    values = [path.with_name(VALUES) for path in source.rglob(CONFIG)]
-    for needed in values or [source / "config.json"]:
-        if not needed.is_file():
-            raise CheckpointError(f"{needed.parent} holds no {needed.name}, so it is no saved model")
-    if stored_as is not None:
-        others = (path for path in _files_of(source) if path.suffix != ".safetensors")
-        prepare = partial(copy_files, source, [path for path in others if path.name != SAFETENSORS + INDEX])
-        like = user_path(stored_as, "--stored")
-        with Checkpoint(source) as kept:
-            given = contextlib.nullcontext(kept)
-            return export_stored(like, out, kept, given, prepare, ranks=ALONE, on_progress=on_progress)
-    if not values:
-        Checkpoint(source).close()  # every file is there, and as long as it says
-    copy_saved(source, out)
-    return None
-
-
-def _files_of(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if path.is_file()]
-
-
-def copy_saved(source: Path, out: Path, change: Callable[[Path], None] = lambda copied: None) -> None:
-    """Publish the files of ``source`` as the directory ``out``, by links if the drive has them.
-
-    ``change`` is given the copy before it is published; it may replace files, but not write to them.
-    """
-    with Publication(out) as publication:
-        copy_files(source, _files_of(source), publication.path)
-        change(publication.path)
-        publication.publish()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,105 +1,131 @@
-"""``infinity export`` and ``save``: what runs have trained, finished or interrupted ones."""
+"""``infinity export``, ``save`` and ``chat``: what runs have trained, finished or interrupted ones."""
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TextIO
 
 import infinity
-from infinity.api.adapters import CONFIG
-from infinity.api.export import ADAPTERS_FOLDER, EMA_FOLDER, copy_saved, export_run, saved_folder
+from infinity.api.adapters import CONFIG, VALUES
 from infinity.api.merge import MergedModel
 from infinity.api.merge import merge as merge_adapters
 from infinity.api.save_lora import split_experts
 from infinity.app import runs
 from infinity.app.best import best_of
-from infinity.app.samples import end_answers
-from infinity.app.train import built, process_group, set_threads, tokenizer_of, write_model
-from infinity.checkpoint.directory import read_json_object, tokenizer_files
+from infinity.app.samples import Writer, Writing, end_answers
+from infinity.app.train import Wanted, built, process_group, set_threads, tokenizer_of, write_model
+from infinity.checkpoint.directory import INDEX, SAFETENSORS, Checkpoint, read_json_object, tokenizer_files
 from infinity.checkpoint.load import OnProgress
 from infinity.checkpoint.model import read_config
-from infinity.checkpoint.quantize import Requantized
-from infinity.comm.ranks import rank
+from infinity.checkpoint.quantize import Requantized, export_stored
+from infinity.checkpoint.writer import Publication, copy_files
+from infinity.comm.ranks import ALONE, rank, world_size
 from infinity.core.errors import CheckpointError, RecipeError
 from infinity.core.files import user_path
+from infinity.data.tokenizer import ASSISTANT, Chat, Message
 from infinity.device.machine import DTYPES
 from infinity.observe.metrics import View
-from infinity.recipes.recipe import Recipe
+from infinity.recipes.recipe import Recipe, with_values
 
 
 def publish_run(
-    path: str | Path, out: str | Path, *, stored: bool = False, merge: bool = False, per_expert: bool = False,
-    base: str | Path | None = None, adapter: str | None = None, best: bool = False, ema: bool = False,
-    on_progress: OnProgress | None = None,
-) -> str:  # fmt: skip
+    path: str | Path, out: str | Path, *, on_progress: OnProgress | None = None, **options: Any
+) -> str:
     """Publish the trained model, or the adapters, of a run as ``out``; return a description of it.
 
-    ``best``: those of the best evaluation (``train.keep_best``), in place of the last ones. ``ema``: the
-    average that the run keeps (``optim.ema``).
-
     An interrupted run gives the model after its last committed step, and can still continue; every rank must
-    call. If ``stored``, the model is quantized again, as the checkpoint of ``model.path`` is. With ``merge``
-    adapters are merged into the weights of their base, and with ``per_expert`` they have a layer for each
-    expert (:mod:`infinity.api.save_lora`); then ``path`` may be a directory of adapters, and ``base`` that of
-    their base, if it is not where they say. Of several adapters, which have a folder each, ``adapter`` is
-    published alone.
+    call. ``options`` are those of :class:`infinity.app.train.Wanted`. With ``merge`` and ``per_expert``
+    ``path`` may be a directory of adapters.
     """
-    (folder, adapter), target = folder_of(path, adapter), user_path(out, "OUT")
-    is_run = adapter is not None or not (folder / CONFIG).is_file()
-    flag = "--merge" if merge else "--per-expert" if per_expert else ""
-    if merge and not is_run:
-        found, result = base_of(folder, base), None
-        if rank() == 0:
-            result = _merge(folder, found, target, stored, on_progress)
-        return f"{path} merged into {found}" + ("" if result is None else f" ({result})")
-    if base is not None and not per_expert:
+    wanted, target = Wanted(**options), user_path(out, "OUT")
+    folder, adapter = folder_of(path, wanted.adapter)
+    is_run, flag = adapter is not None or not (folder / CONFIG).is_file(), wanted.merge or wanted.per_expert
+    if is_run and wanted.base is not None and not wanted.per_expert:
         raise CheckpointError(
-            f"--base {base}: that is for a directory of adapters; the base of a run is its model.path"
+            f"--base {wanted.base}: that is for a directory of adapters; the base of a run is its model.path"
         )
-    recipe = runs.recipe_of(folder) if is_run and (stored or flag or adapter is not None) else None
-    if recipe is not None:
-        recipe = of_adapter(recipe, adapter, flag)
-        if why := _why_plain(recipe, stored, merge, per_expert):
+    recipe, result, after = None, None, ""
+    if is_run and (wanted.stored or flag or adapter is not None):
+        named = "--merge" if wanted.merge else "--per-expert" if wanted.per_expert else ""
+        recipe = of_adapter(runs.recipe_of(folder), adapter, named)
+        if why := _why_plain(recipe, wanted):
             raise CheckpointError(f"{folder} trained {why}")
-    stored_as = recipe.model.path if recipe is not None and stored else None
-    source, result, after = _source(folder, best, ema), None, ""
-    alone = per_expert or (not merge and (source / ADAPTERS_FOLDER).is_dir())
-    if best:
-        after = f" after step {source.name.removeprefix('step-')}, the best"
-    if is_run and not best and runs.is_interrupted(folder):
+    if is_run and not wanted.best and runs.is_interrupted(folder):
         with last_commit(folder) as (now, model, _, step):
             now = of_adapter(now, adapter)
-            how: dict[str, Any] = {"merge": merge, "per_expert": per_expert, "adapter": adapter, "ema": ema}
-            result = write_model(now, model, target, stored_as, on_progress=on_progress, **how)
-        alone, after = not merge and now.trains_adapters, f" after step {step}"
-    elif rank() == 0 and recipe is not None and merge:
-        adapters = saved_folder(source) / (adapter or "")
-        found = base_of(adapters, recipe.model.path)
-        result = _merge(adapters, found, target, stored, on_progress, recipe)
-    elif rank() == 0 and per_expert:
-        adapters = saved_folder(source) / (adapter or "") if is_run else source
-        config = read_config(base_of(adapters, base))
-        copy_saved(adapters, target, lambda copied: split_experts(adapters, copied, config))
-    elif rank() == 0:
-        result = export_run(source, out, stored_as, adapter, on_progress)
+            result = write_model(now, model, target, wanted, on_progress)
+        alone, after = not wanted.merge and now.trains_adapters, f" after step {step}"
+    else:
+        source = _source(folder, wanted)
+        saved = runs.saved_folder(source) if is_run or not flag else folder
+        alone = not wanted.merge and (not is_run or saved.name == runs.ADAPTERS_FOLDER)
+        after = f" after step {source.name.removeprefix('step-')}, the best" if wanted.best else ""
+        if rank() == 0:
+            result = _publish(saved / (adapter or ""), target, wanted, recipe, on_progress)
     kind = "model" if not alone else "adapters" if adapter is None else f"adapter {adapter}"
-    what = f"the {'average of the ' if ema else ''}{kind} of {path}{after}"
+    what = f"the {'average of the ' if wanted.ema else ''}{kind} of {path}{after}"
+    if wanted.merge and not is_run:
+        what = f"{path} merged into {base_of(folder, wanted.base)}"
     return what if result is None else f"{what} ({result})"
 
 
-def _source(folder: Path, best: bool, ema: bool) -> Path:
-    """Return the folder of a run that has the values to publish: its own, or one inside."""
-    if best:
+def _publish(
+    saved: Path, out: Path, wanted: Wanted, recipe: Recipe | None, on_progress: OnProgress | None
+) -> Requantized | None:
+    """Publish a directory with a model or adapters, which a run with ``recipe`` has saved, if any has."""
+    if wanted.merge:
+        base = base_of(saved, wanted.base if recipe is None else recipe.model.path)
+        return _merge(saved, base, out, wanted, recipe, on_progress)
+    if wanted.per_expert:
+        config = read_config(base_of(saved, wanted.base))
+        _copy(saved, out, lambda copied: split_experts(saved, copied, config))
+        return None
+    values = [path.with_name(VALUES) for path in saved.rglob(CONFIG)]
+    for needed in values or [saved / "config.json"]:
+        if not needed.is_file():
+            raise CheckpointError(f"{needed.parent} holds no {needed.name}, so it is no saved model")
+    if values:
+        _copy(saved, out)
+        return None
+    with Checkpoint(saved) as kept:  # every file is there, and as long as it says
+        if recipe is None or not wanted.stored:
+            _copy(saved, out)
+            return None
+        others = (path for path in _files_of(saved) if path.suffix != ".safetensors")
+        prepare = partial(copy_files, saved, [path for path in others if path.name != SAFETENSORS + INDEX])
+        like, given = Path(str(recipe.model.path)), contextlib.nullcontext(kept)
+        return export_stored(like, out, kept, given, prepare, ranks=ALONE, on_progress=on_progress)
+
+
+def _files_of(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def _copy(source: Path, out: Path, change: Callable[[Path], None] = lambda copied: None) -> None:
+    """Publish the files of ``source`` as the directory ``out``, by links if the drive has them.
+
+    ``change`` is given the copy before it is published; it may replace files, but not write to them.
+    """
+    with Publication(out) as publication:
+        copy_files(source, _files_of(source), publication.path)
+        change(publication.path)
+        publication.publish()
+
+
+def _source(folder: Path, wanted: Wanted) -> Path:
+    """Return the folder of a finished run that has the values to publish: its own, or one inside."""
+    if wanted.best:
         return best_of(folder)
-    kept = folder / EMA_FOLDER
-    if not ema or runs.is_interrupted(folder):
-        return folder
-    if not kept.is_dir():
+    kept = folder / runs.EMA_FOLDER
+    if wanted.ema and not kept.is_dir():
         raise CheckpointError(
             f"{folder} keeps no average of the weights: wanted a run with optim.ema, such as 0.999"
         )
-    return kept
+    return kept if wanted.ema else folder
 
 
 def of_adapter(recipe: Recipe, adapter: str | None, needed_for: str = "") -> Recipe:
@@ -134,32 +160,32 @@ def base_of(adapters: Path, given: str | Path | None) -> Path:
 
 
 def _merge(
-    adapters: Path, base: Path, out: Path, stored: bool, on_progress: OnProgress | None,
-    recipe: Recipe | None = None,
+    adapters: Path, base: Path, out: Path, wanted: Wanted, recipe: Recipe | None,
+    on_progress: OnProgress | None,
 ) -> Requantized | None:  # fmt: skip
     """Write the model of ``base`` with adapters merged to ``out``, in the dtype of a run's ``recipe``."""
-    dtype = None if recipe is None or recipe.train.dtype == "auto" else DTYPES[recipe.train.dtype]
-    tokenizer = base if tokenizer_files(base) else None
+    dtype, tokenizer = None, base if tokenizer_files(base) else None
     if recipe is not None:
+        dtype = None if recipe.train.dtype == "auto" else DTYPES[recipe.train.dtype]
         tokenizer = tokenizer_of(recipe)
     with MergedModel(base, adapters, dtype) as merged:
         end_answers(merged.model, tokenizer)
-        stored_as = base if stored else None
+        stored_as = base if wanted.stored else None
         return merge_adapters(merged, out, tokenizer=tokenizer, stored_as=stored_as, on_progress=on_progress)
 
 
-def _why_plain(recipe: Recipe, stored: bool, merge: bool, per_expert: bool) -> str:
+def _why_plain(recipe: Recipe, wanted: Wanted) -> str:
     """Return why a run's model cannot be exported with these options; empty: it can."""
-    if merge and not recipe.lora.active:
+    if wanted.merge and not recipe.lora.active:
         return "all weights, which have no adapters to merge: export without --merge"
-    if per_expert and not recipe.lora.active:
+    if wanted.per_expert and not recipe.lora.active:
         return "all weights: export without --per-expert"
-    if stored and recipe.model.path is None:
+    if wanted.stored and recipe.model.path is None:
         return (
             "a new model (model.path is null), so no checkpoint has a stored form for it: export without "
             "--stored"
         )
-    if stored and recipe.lora.active and not merge:
+    if wanted.stored and recipe.lora.active and not wanted.merge:
         return "adapters, which are not quantized: export without --stored, or the merged model with --merge"
     return ""
 
@@ -178,11 +204,11 @@ def save_run(path: str | Path, out: str | Path) -> str:
     return f"step {step} of {path}"
 
 
-@contextmanager
+@contextlib.contextmanager
 def last_commit(folder: Path) -> Iterator[tuple[Recipe, Any, Any, int]]:
     """Yield recipe, model, optimizer and last committed step of an interrupted run, which stays whole."""
     recipe = runs.interrupted_run(folder)
-    with ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         ranks = stack.enter_context(process_group(recipe))
         found = ranks.decide(lambda: runs.find_run(recipe), "finding the run")
         if found.before is None:
@@ -196,3 +222,62 @@ def last_commit(folder: Path) -> Iterator[tuple[Recipe, Any, Any, int]]:
         follows = recipe.train.keep_best is not None or recipe.train.patience is not None
         optimizer.follow(loop=unused, scheduler=unused, **({"best": unused} if follows else {}))
         yield recipe, model, optimizer, infinity.resume(model, optimizer)
+
+
+def chat(
+    path: str | Path, prompts: Iterable[str], how: Writing, *, plain: bool = False,
+    adapter: str | None = None, out: TextIO | None = None,
+) -> None:  # fmt: skip
+    """Answer ``prompts`` with the model of the run in ``path``, or of an exported directory.
+
+    Prompts are turns of one conversation, written with the tokenizer's chat template; ``plain``: each is a
+    text that the model continues. Of several adapters ``adapter`` answers. Answers are written to ``out``, or
+    standard output, as they come.
+    """
+    if world_size() > 1:
+        raise RecipeError("infinity chat: wanted one process; it runs a model of any number of ranks")
+    out = out or sys.stdout
+    with _newest(*folder_of(path, adapter)) as (recipe, model, name):
+        writer, messages = Writer(model, recipe), list[Message]()
+        for text in prompts:
+            messages.append({"role": "user", "content": text})
+            answer, prompt = "", text if plain else Chat([*messages], None)
+            with infinity.adapter(model, name) if name is not None else contextlib.nullcontext():
+                for piece in writer.write(prompt, how):
+                    out.write(piece)
+                    out.flush()
+                    answer += piece
+            out.write("\n")
+            out.flush()
+            messages.append({"role": ASSISTANT, "content": answer})
+
+
+@contextlib.contextmanager
+def _newest(folder: Path, adapter: str | None) -> Iterator[tuple[Recipe, Any, str | None]]:
+    """Yield recipe and model of a run or a directory, and the name of its adapter if it has several."""
+    is_adapter, is_model = ((folder / name).is_file() for name in (CONFIG, "config.json"))
+    if is_adapter or is_model:
+        path = base_of(folder, None) if is_adapter else folder
+        recipe, saved = with_values(Recipe(), {"model.path": str(path)}), folder
+    else:
+        recipe = of_adapter(runs.recipe_of(folder), adapter, "infinity chat")
+        if runs.is_interrupted(folder):
+            with last_commit(folder) as (recipe, model, _, _):
+                yield of_adapter(recipe, adapter), model, adapter
+            return
+        saved = runs.saved_folder(folder) / (adapter or "")
+        is_adapter = (saved / CONFIG).is_file()
+    source = str(saved) if not is_adapter else recipe.model.path
+    assert source is not None
+    set_threads(recipe.train)
+    engine = replace(recipe.engine, run_name=None, resume="auto")
+    stored_as = recipe.model.stored_as if is_adapter else None
+    model = infinity.from_pretrained(source, engine, frozen=True, stored_as=stored_as)
+    try:
+        if is_adapter:
+            model = infinity.add_lora(model, adapter=str(saved))
+        if recipe.model.path is not None:
+            recipe = with_values(recipe, {"model.path": source})
+        yield recipe, model, None
+    finally:
+        infinity.close(model)

@@ -42,6 +42,8 @@ from infinity.shards import saved
 
 #: Files in a run's folder; the recipe has every key, with the dtype that was chosen for ``auto``.
 RECIPE, SUMMARY, METRICS, LOCK = "recipe.yaml", "summary.json", "metrics.jsonl", "run.lock"
+#: Folders in which a run keeps its trained model, or only its adapters; and in which either are averages.
+MODEL_FOLDER, ADAPTERS_FOLDER, EMA_FOLDER = "model", "adapters", "ema"
 #: What the folder may contain if the run was killed while it made the folder.
 _BEGINNINGS = {LOCK, f"{RECIPE}.new"}
 #: So few steps may be lost without an error.
@@ -289,6 +291,21 @@ def recipe_of(folder: Path, overrides: Sequence[str] = ()) -> Recipe:
         what = f"no {RECIPE}" if folder.is_dir() else "no such folder"
         raise RecipeError(f"{folder}: {what}; wanted the folder of a run, as `infinity runs` lists them")
     return load_recipe(folder / RECIPE, overrides)
+
+
+def saved_folder(run: Path) -> Path:
+    """Return the folder of the trained model, or of the adapters, that a run of ``infinity train`` kept."""
+    for source in (run / ADAPTERS_FOLDER, run / MODEL_FOLDER):
+        if source.is_dir():
+            return source
+    what = f"no folder {MODEL_FOLDER}" if run.is_dir() else "no such folder"
+    found = [path for name in (MODEL_FOLDER, ADAPTERS_FOLDER) for path in run.glob(f"*/{name}")]
+    newest = max(found, key=lambda path: path.stat().st_mtime).parent if found else None
+    raise CheckpointError(
+        f"{run}: {what}; wanted the folder of a run that came to its last step with run.save: true, "
+        f"with its trained model in {MODEL_FOLDER}/"
+        + ("" if newest is None else f". It is a folder of runs; the newest with a model is {newest}")
+    )
 
 
 def drive_directories(recipe: Recipe, name: str) -> list[Path]:

@@ -4,7 +4,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import ceil
 from pathlib import Path
@@ -18,7 +18,7 @@ from rich.console import Console
 import infinity
 from infinity.activations.controller import Activations
 from infinity.api.adapters import CONFIG, VALUES, LoraConfig
-from infinity.api.export import ADAPTERS_FOLDER, EMA_FOLDER, MODEL_FOLDER, check_room_for
+from infinity.api.export import check_room_for
 from infinity.api.optimizer import Optimizer
 from infinity.app import runs
 from infinity.app.best import Best
@@ -95,10 +95,10 @@ def train(recipe: Recipe) -> metrics.Summary | None:
             views.add(totals, activations)
         loop.run()
         if _saves(recipe):
-            out = folder / (ADAPTERS_FOLDER if recipe.trains_adapters else MODEL_FOLDER)
+            out = folder / _folder_of(recipe)
             write_model(recipe, model, out, on_progress=views.progress)
             if recipe.optim.rule.averages:
-                write_model(recipe, model, folder / EMA_FOLDER / out.name, ema=True)
+                write_model(recipe, model, folder / runs.EMA_FOLDER / out.name, Wanted(ema=True))
             views.log(f"saved {out}; publish it with: infinity export {folder} DIR")
         summary = None
         if activations is not None:
@@ -190,7 +190,7 @@ def _open_files(recipe: Recipe, model: Any, folder: Path, views: View, after: in
 
     What an earlier process of the run has saved is removed; raises now if there is no room to save.
     """
-    for saved in (MODEL_FOLDER, ADAPTERS_FOLDER, EMA_FOLDER):
+    for saved in (runs.MODEL_FOLDER, runs.ADAPTERS_FOLDER, runs.EMA_FOLDER):
         shutil.rmtree(folder / saved, ignore_errors=True)
     if _saves(recipe) and not recipe.trains_adapters:
         check_room_for(model, folder, 2 if recipe.optim.rule.averages else 1)
@@ -460,30 +460,51 @@ def _best(recipe: Recipe, model: Any, folder: Path, views: View) -> Best | None:
     """Return what follows the metric of ``train.keep_best``; None: nothing asks for it."""
 
     def write(out: Path) -> None:
-        write_model(recipe, model, out / (ADAPTERS_FOLDER if recipe.trains_adapters else MODEL_FOLDER))
+        write_model(recipe, model, out / _folder_of(recipe))
 
     if recipe.train.keep_best is None and recipe.train.patience is None:
         return None
     return Best(recipe, folder, write, leads=rank() == 0, say=views.log)
 
 
-def write_model(
-    recipe: Recipe, model: Any, out: Path, stored_as: str | None = None, *, merge: bool = False,
-    per_expert: bool = False, adapter: str | None = None, ema: bool = False,
-    on_progress: OnProgress | None = None,
-) -> Requantized | None:  # fmt: skip
-    """Write the trained model (by :func:`infinity.export`) or adapters as ``out``; all must call.
+def _folder_of(recipe: Recipe) -> str:
+    return runs.ADAPTERS_FOLDER if recipe.trains_adapters else runs.MODEL_FOLDER
 
-    ``ema``: their average in place of the last values.
-    """
-    if not recipe.trains_adapters or merge:
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """Says what is written of a trained model, by the options of ``infinity export``."""
+
+    stored: bool = False  # quantized again, in the form of the checkpoint in model.path
+    merge: bool = False  # adapters merged into the weights of their base
+    per_expert: bool = False  # adapters with a layer for each expert: see infinity.api.save_lora
+    base: str | Path | None = None  # that of a directory of adapters, if it is not where they say
+    adapter: str | None = None  # this one of several
+    best: bool = False  # those of the best evaluation (train.keep_best), in place of the last ones
+    ema: bool = False  # the average that the run keeps (optim.ema), in place of the last ones
+
+    def __post_init__(self) -> None:
+        if self.base is not None and not (self.merge or self.per_expert):
+            raise RecipeError("--base is for --merge and --per-expert")
+        if self.ema and (self.best or self.per_expert):
+            raise RecipeError("--ema is without --best and --per-expert")
+        if self.per_expert and (self.merge or self.stored):
+            raise RecipeError("--per-expert is for adapters: leave out --merge and --stored")
+
+
+def write_model(
+    recipe: Recipe, model: Any, out: Path, wanted: Wanted | None = None, on_progress: OnProgress | None = None
+) -> Requantized | None:
+    """Write the trained model (by :func:`infinity.export`) or adapters as ``out``; all must call."""
+    wanted = wanted or Wanted()
+    if not recipe.trains_adapters or wanted.merge:
         tokenizer = tokenizer_of(recipe)
         end_answers(model, tokenizer)
         return infinity.export(
-            model, out, stored_as=stored_as, tokenizer=tokenizer, merge=merge, adapter=adapter, ema=ema,
-            on_progress=on_progress,
+            model, out, stored_as=recipe.model.path if wanted.stored else None, tokenizer=tokenizer,
+            merge=wanted.merge, adapter=wanted.adapter, ema=wanted.ema, on_progress=on_progress,
         )  # fmt: skip
-    infinity.save_lora(model, out, per_expert=per_expert, name=adapter, ema=ema)
+    infinity.save_lora(model, out, per_expert=wanted.per_expert, name=wanted.adapter, ema=wanted.ema)
     return None
 
 

@@ -10,8 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 import infinity
-from infinity.app.chat import chat
-from infinity.app.export import publish_run
+from infinity.app.export import chat, publish_run
 from infinity.app.samples import SAMPLES, Samples, Writer, Writing, read_prompts
 from infinity.app.train import train, write_model
 from infinity.cli import main
@@ -201,7 +200,9 @@ def test_chat_of_a_fine_tune_writes_what_its_run_did(tmp_path: Path, trained: st
         assert answer(run, "hello there", adapter=line.get("adapter")) == line["text"]
     publish_run(run, tmp_path / "out")
     exact = infinity.load_recipe(overrides=["train.dtype=fp32", "train.threads=1"])
-    monkeypatch.setattr("infinity.app.chat.Recipe", lambda: exact)  # of what was exported: no recipe says it
+    monkeypatch.setattr(
+        "infinity.app.export.Recipe", lambda: exact
+    )  # of what was exported: no recipe says it
     for line in found:
         assert answer(tmp_path / "out", "hello there", adapter=line.get("adapter")) == line["text"]
     if names:

@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import infinity
-from infinity.api.export import check_room_for, export_run
+from infinity.api.export import check_room_for
+from infinity.app.export import publish_run
 from infinity.checkpoint import writer
 from infinity.checkpoint.writer import Publication
 from infinity.core.errors import CheckpointError, DiskError
@@ -329,7 +330,7 @@ def test_a_runs_model_is_published_by_links_and_its_small_files_are_copies(
 ) -> None:
     make_tokenizer(tmp_path / "source")
     infinity.export(model, tmp_path / "run/model", tokenizer=tmp_path / "source", max_shard_nbytes=30_000)
-    export_run(tmp_path / "run", tmp_path / "out")
+    publish_run(tmp_path / "run", tmp_path / "out")
     source = tmp_path / "run/model"
     for path in (path for path in source.rglob("*") if path.is_file()):
         twin = tmp_path / "out" / path.relative_to(source)
@@ -343,9 +344,9 @@ def test_a_run_that_kept_adapters_publishes_them(tmp_path: Path) -> None:
     adapters.mkdir(parents=True)
     (adapters / "adapter_config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"holds no adapter_model\.safetensors"):
-        export_run(tmp_path / "run", tmp_path / "out")
+        publish_run(tmp_path / "run", tmp_path / "out")
     (adapters / "adapter_model.safetensors").write_text("values")
-    export_run(tmp_path / "run", tmp_path / "out")
+    publish_run(tmp_path / "run", tmp_path / "out")
     assert left_in(tmp_path / "out") == {"adapter_config.json", "adapter_model.safetensors"}
 
 
@@ -357,13 +358,13 @@ def test_where_links_are_impossible_weights_are_copied(
 
     monkeypatch.setattr(os, "link", refuse)
     infinity.export(model, tmp_path / "run/model")
-    export_run(tmp_path / "run", tmp_path / "out")
+    publish_run(tmp_path / "run", tmp_path / "out")
     first, second = (tmp_path / name / "model.safetensors" for name in ("run/model", "out"))
     assert first.read_bytes() == second.read_bytes()
     assert not first.samefile(second)
     (tmp_path / "out").rename(tmp_path / "kept")
     with file_limit(20_000), pytest.raises(DiskError, match="File too large"):
-        export_run(tmp_path / "run", tmp_path / "out")
+        publish_run(tmp_path / "run", tmp_path / "out")
     assert left_in(tmp_path) == {"run", "kept"}
 
 
@@ -371,28 +372,28 @@ def test_a_run_without_a_whole_model_is_an_error_that_says_what_is_missing(
     model: nn.Module, tmp_path: Path
 ) -> None:
     with pytest.raises(CheckpointError, match="none: no such folder; wanted the folder of a run"):
-        export_run(tmp_path / "none", tmp_path / "out")
+        publish_run(tmp_path / "none", tmp_path / "out")
     (tmp_path / "run").mkdir()
     with pytest.raises(
         CheckpointError, match=r"run: no folder model; wanted .*last step with run.save: true"
     ):
-        export_run(tmp_path / "run", tmp_path / "out")
+        publish_run(tmp_path / "run", tmp_path / "out")
     (tmp_path / "runs/b").mkdir(parents=True)
     for number, name in enumerate(["b/adapters", "c/model", "a/model"]):
         (tmp_path / "runs" / name).mkdir(parents=True)
         os.utime(tmp_path / "runs" / name, (number, number))
     with pytest.raises(CheckpointError, match=r"a folder of runs; the newest with a model is \S+/runs/a$"):
-        export_run(tmp_path / "runs", tmp_path / "out")
+        publish_run(tmp_path / "runs", tmp_path / "out")
     shutil.rmtree(tmp_path / "runs")
     infinity.export(model, tmp_path / "run/model", max_shard_nbytes=30_000)
     [lost, *_] = sorted((tmp_path / "run/model").glob("*.safetensors"))
     lost.unlink()
     with pytest.raises(CheckpointError, match=lost.name):
-        export_run(tmp_path / "run", tmp_path / "out")
+        publish_run(tmp_path / "run", tmp_path / "out")
     (tmp_path / "run/model/model.safetensors.index.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json"):
-        export_run(tmp_path / "run", tmp_path / "out")
+        publish_run(tmp_path / "run", tmp_path / "out")
     (tmp_path / "run/model/config.json").unlink()
     with pytest.raises(CheckpointError, match=r"holds no config\.json"):
-        export_run(tmp_path / "run", tmp_path / "out")
+        publish_run(tmp_path / "run", tmp_path / "out")
     assert left_in(tmp_path) == {"run"}

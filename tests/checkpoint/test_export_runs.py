@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import infinity
-from infinity.api.export import export_run
+from infinity.app.export import publish_run
 from infinity.app.runs import write_recipe
 from infinity.app.train import train
 from infinity.cli import main
@@ -166,11 +166,13 @@ def test_files_in_folders_of_a_kept_model_come_with_it_in_either_form(tmp_path: 
     infinity.close(model)
     (kept / "notes/of/training").mkdir(parents=True)
     (kept / "notes/of/training/one.txt").write_text("one")
-    for out, stored_as in ((tmp_path / "plain", None), (tmp_path / "stored", like)):
-        export_run(tmp_path / "run", out, stored_as)
+    write_recipe(recipe(tmp_path, f"model.path={like}", sizes=()), tmp_path / "run")
+    (tmp_path / "run/summary.json").write_text("{}")  # it is finished
+    for out, stored in ((tmp_path / "plain", False), (tmp_path / "stored", True)):
+        publish_run(tmp_path / "run", out, stored=stored)
         assert (out / "notes/of/training/one.txt").read_text() == "one"
     (kept / "config.json").unlink()
-    for stored_as in (None, like):
+    for stored in (False, True):
         with pytest.raises(CheckpointError, match=rf"{kept} holds no config.json"):
-            export_run(tmp_path / "run", tmp_path / "never", stored_as)
+            publish_run(tmp_path / "run", tmp_path / "never", stored=stored)
     assert not (tmp_path / "never").exists()

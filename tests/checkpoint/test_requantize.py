@@ -13,10 +13,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
 import infinity
-from infinity.api.export import export_run
+from infinity.app.export import publish_run
+from infinity.app.runs import write_recipe
 from infinity.checkpoint import codecs, quantize
 from infinity.checkpoint.writer import OutputFile, RangeWriter
 from infinity.core.errors import CheckpointError, DiskError
+from infinity.recipes.loading import load_recipe
 from tests.checkpoint.test_export import fail_writes
 from tests.checkpoint.test_load_parity import load, train
 from tests.helpers import quantized, zoo
@@ -238,7 +240,10 @@ def test_what_a_run_kept_in_bf16_takes_the_stored_form_too(written, tmp_path, mo
     live = infinity.export(model, tmp_path / "live", stored_as=directory, tokenizer=tokenizer(tmp_path))
     infinity.export(model, tmp_path / "run/model", tokenizer=tokenizer(tmp_path))
     infinity.close(model)
-    assert export_run(tmp_path / "run", tmp_path / "out", directory) == live
+    write_recipe(load_recipe(overrides=[f"model.path={directory}"]), tmp_path / "run")
+    (tmp_path / "run/summary.json").write_text("{}")  # it is finished
+    published = publish_run(tmp_path / "run", tmp_path / "out", stored=True)
+    assert published == f"the model of {tmp_path / 'run'} ({live})"
     for path in (tmp_path / "live").iterdir():
         assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
     assert (tmp_path / "out/tokenizer.json").read_text() == "{}"
@@ -246,7 +251,7 @@ def test_what_a_run_kept_in_bf16_takes_the_stored_form_too(written, tmp_path, mo
     free = shutil.disk_usage
     monkeypatch.setattr(shutil, "disk_usage", lambda path: free(path)._replace(free=1000))
     with pytest.raises(DiskError, match="making room"):
-        export_run(tmp_path / "run", tmp_path / "full", directory)
+        publish_run(tmp_path / "run", tmp_path / "full", stored=True)
     assert not list(tmp_path.glob("*full*"))
 
 
