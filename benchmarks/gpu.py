@@ -35,7 +35,7 @@ from worker import Job, Phase
 from infinity.device.accelerator import memory_nbytes, name_of, synchronize
 from infinity.device.machine import free_host_nbytes, rank_threads, total_host_nbytes, usable_cores
 from infinity.nvme.probe import measure
-from infinity.optim.adamw import ADAMW
+from infinity.optim.elementwise import ADAMW
 from infinity.optim.rules import measure_rates
 
 ROOT = Path(__file__).resolve().parents[1]

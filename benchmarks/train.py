@@ -26,7 +26,7 @@ from report import Claim, print_claims, print_table
 from worker import Job, Phase
 
 from infinity.device.machine import DTYPES, Dtype
-from infinity.optim.adamw import ADAMW
+from infinity.optim.elementwise import ADAMW
 
 SIZES = {shape.name: shape for shape in (llama.TINY, llama.MEDIUM, llama.LARGE)}
 

@@ -26,7 +26,7 @@ import torch
 from report import Claim, print_table, write_json
 
 from infinity.core.nbytes import aligned
-from infinity.optim.adamw import ADAMW
+from infinity.optim.elementwise import ADAMW
 from infinity.optim.rules import CHUNK_NUMEL, HostRule
 from infinity.optim.state import store_master
 from infinity.partition.unit import SHARD_QUANTUM

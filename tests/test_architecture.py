@@ -281,24 +281,24 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 
 #: The most lines of each room. A number rises only in a commit whose body says what left instead.
 ROOM_BUDGETS = {
-    "": 672,
+    "": 666,
     "activations": 2398,
-    "api": 4471,
-    "app": 2948,
-    "checkpoint": 4216,
+    "api": 4385,
+    "app": 2962,
+    "checkpoint": 4203,
     "comm": 1220,
-    "core": 2184,
-    "data": 2781,
+    "core": 2202,
+    "data": 2725,
     "device": 1193,
     "engine": 4455,
     "integrations": 795,
     "nvme": 1206,
     "observe": 1029,
-    "optim": 3047,
+    "optim": 2947,
     "partition": 2760,
     "planner": 2202,
     "predict": 4938,
-    "recipes": 1798,
+    "recipes": 1802,
     "shards": 4633,
 }
 

@@ -16,7 +16,7 @@ import torch
 import infinity
 from infinity.core.errors import BudgetError
 from infinity.core.lifecycle import Tier
-from infinity.optim.adamw import ADAMW
+from infinity.optim.elementwise import ADAMW
 from infinity.optim.rules import prepare
 from infinity.recipes.models import GPT, GPTConfig
 from tests.helpers import models

@@ -7,6 +7,7 @@ config asks for what a frozen base that is served in units cannot have.
 """
 
 import contextlib
+import json
 import math
 import re
 from collections import Counter
@@ -21,7 +22,14 @@ from torch import Tensor, nn
 from infinity.activations.tensor_cache import patched
 from infinity.checkpoint.directory import Stored, StoredTensors, TensorFile, read_json_object
 from infinity.core.config import Config, SettingError, Valid, setting, settings_of, shown
-from infinity.core.errors import CheckpointError, InfinityError, RecipeError, library_errors, listed
+from infinity.core.errors import (
+    CheckpointError,
+    InfinityError,
+    RecipeError,
+    library_errors,
+    listed,
+    optional_package,
+)
 from infinity.core.files import user_path
 
 #: Names of adapters, which are those of modules and of folders.
@@ -49,13 +57,8 @@ _INITS = (True, False, "gaussian", "orthogonal")
 _TASKS = ("ForCausalLM", "CAUSAL_LM"), ("ForSequenceClassification", "SEQ_CLS")
 #: The most keys of a kind that an error names.
 _MOST_NAMED = 4
-#: Settings that say that adapters are wanted.
-_OF_ADAPTERS = (
-    "target_modules", "target_parameters", "rank_pattern", "alpha_pattern", "rslora", "dora", "init",
-    "modules_to_save", "trainable_token_indices", "lr_ratio",
-)  # fmt: skip
-#: Settings that may stand beside lora.adapter.
-_BESIDE_ADAPTER = "adapter", "lr_ratio"
+#: Settings that may stand without adapters, and those that may stand beside lora.adapter.
+_WITHOUT_ADAPTERS, _BESIDE_ADAPTER = ("rank", "alpha", "dropout", "adapter"), ("adapter", "lr_ratio")
 #: Settings that map names of layers, or regular expressions, to numbers.
 _PATTERNS = "rank_pattern", "alpha_pattern"
 _RANKS = Valid(1, 2**16)
@@ -110,15 +113,16 @@ class LoraConfig(Config):
         if "all-linear" in self.target_modules and len(self.target_modules) > 1:
             wanted = "all-linear alone, or names of layers; lora.modules_to_save trains a head beside them"
             raise SettingError("target_modules", self.target_modules, wanted)
-        names: Sequence[str] = () if self.active else _OF_ADAPTERS  # else all weights would be trained
-        wanted = "without lora.rank or lora.adapter"
+        names, wanted = [each.name for each in settings_of(LoraConfig)], "without lora.rank or lora.adapter"
+        allowed: Sequence[str] = (
+            names if self.active else _WITHOUT_ADAPTERS
+        )  # else all weights would be trained
         if self.adapter is not None:
-            names = [each.name for each in settings_of(LoraConfig) if each.name not in _BESIDE_ADAPTER]
-            wanted = f"with lora.adapter, which says it in its {CONFIG}"
-        for name in names:
+            allowed, wanted = _BESIDE_ADAPTER, f"with lora.adapter, which says it in its {CONFIG}"
+        for name in (each for each in names if each not in allowed):
             value, default = getattr(self, name), getattr(LoraConfig, name)
             if value != default:
-                raise SettingError(name, value, f"{_yaml(default)} {wanted}")
+                raise SettingError(name, value, f"{json.dumps(default)} {wanted}")
         for name in _PATTERNS:
             if wrong := _no_pattern(getattr(self, name) or ()):
                 raise SettingError(name, wrong, "names of layers, or their ends, or regular expressions")
@@ -207,18 +211,9 @@ def from_peft(config: Any, model: nn.Module) -> Any:
     return checked
 
 
-def _yaml(default: object) -> str:
-    """Return how a recipe writes the default of a setting."""
-    return {None: "null", False: "false", (): "[]"}.get(default, str(default))  # type: ignore[call-overload, no-any-return]
-
-
 def peft() -> Any:
     """Return the package ``peft``; RecipeError: it is not installed."""
-    try:
-        import peft
-    except ImportError as error:
-        raise RecipeError("adapters need peft: pip install 'infinity-offload[lora]'") from error
-    return peft
+    return optional_package("peft", "lora", RecipeError, "adapters need peft")
 
 
 def saved_names(adapted: nn.Module, name: str = "default") -> dict[str, Tensor]:
@@ -401,4 +396,4 @@ class SavedAdapters(StoredTensors):
             if id(tensor) in factors:
                 factors[id(tensor)].stored = stored
             elif not tensor.is_meta:
-                tensor.copy_(stored.read(dtype=tensor.dtype).view(tensor.shape))
+                tensor.copy_(stored.whole(tensor.dtype))

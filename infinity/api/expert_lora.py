@@ -13,7 +13,6 @@ themselves, in units of their own, and in tiles where memory cannot hold them wh
 factor that multiplies inputs first, ``lora_B`` the other one; it saves both as matrices.
 """
 
-import difflib
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,7 +27,7 @@ from peft.utils.transformers_weight_conversion import convert_peft_config_for_tr
 from torch import Tensor, nn
 
 from infinity.checkpoint.directory import Stored
-from infinity.core.errors import RecipeError
+from infinity.core.errors import RecipeError, did_you_mean
 from infinity.partition.builder import routers
 
 _MATMULS = ("matmul", "mm", "bmm", "__matmul__")
@@ -139,7 +138,7 @@ class Factor(nn.Module):
         """Create the values, on the CPU or the meta device: zeros for ``lora_B``."""
         values = torch.zeros(self.weight.shape, device=device)
         if self.stored is not None and not values.is_meta:
-            values.copy_(self.of_matrix(self.stored.read(dtype=torch.float32).view(self.matrix_shape)))
+            values.copy_(self.of_matrix(self.stored.whole(torch.float32)))
             self.stored = None  # its file is closed soon
         elif self._is_first and self._std is not None:
             values.normal_(std=self._std)
@@ -244,11 +243,8 @@ def check_parameters(config: Any, model: nn.Module) -> None:
         found = {name: shape for name, shape in shapes.items() if f".{name}".endswith(f".{each}")}
         if not found:
             ends = {name.rpartition(".")[2] if "." not in each else _in_block(name) for name in shapes}
-            near = difflib.get_close_matches(each, sorted(ends), n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise RecipeError(
-                f"lora.target_parameters={each!r}: no parameter of {type(model).__name__} ends so{hint}"
-            )
+            what = f"lora.target_parameters={each!r}: no parameter of {type(model).__name__} ends so"
+            raise RecipeError(what + did_you_mean(each, sorted(ends)))
         for name, shape in found.items():
             if len(shape) not in (2, 3):
                 raise RecipeError(

@@ -14,7 +14,6 @@ were alone.
 """
 
 import contextlib
-import difflib
 import re
 import weakref
 from collections.abc import Iterator, Mapping
@@ -43,6 +42,7 @@ from infinity.core.errors import (
     InfinityError,
     RecipeError,
     StateError,
+    did_you_mean,
     library_errors,
     quiet_libraries,
 )
@@ -110,9 +110,8 @@ def add_lora(model: nn.Module, config: Any = None, *, name: str = DEFAULT, **set
     known = [key.name for key in settings_of(LoraConfig)]
     for each in settings:
         if each not in known:
-            near = difflib.get_close_matches(each, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
-            raise RecipeError(f"add_lora has no setting {shown(each)}; {hint}")
+            hint = did_you_mean(each, known, f"known: {', '.join(known)}")
+            raise RecipeError(f"add_lora has no setting {shown(each)}{hint}")
     given = LoraConfig(**(defaults | settings))
     if not given.active:
         raise SettingError("rank", None, "the rank of the adapters, such as 16, or adapter='DIR'")

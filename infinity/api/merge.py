@@ -256,7 +256,7 @@ class MergedModel(contextlib.AbstractContextManager["MergedModel"]):
 
 
 def _reverted(model: Any, sources: Mapping[str, Stored], specs: Sequence[TensorSpec]) -> dict[str, Tensor]:
-    return convert(model, {name: each.read().view(each.shape) for name, each in sources.items()}, specs)
+    return convert(model, {name: each.whole() for name, each in sources.items()}, specs)
 
 
 def _refuse_tied(name: str, uses: int) -> None:

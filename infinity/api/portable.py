@@ -545,7 +545,8 @@ class PortableValues:
     def _find_state(self) -> None:
         subject = self._subject
         members = [subject.members(group) for group in subject.groups]
-        before = self._rule_before()
+        with library_errors(CheckpointError, f"{self._checkpoint.path}: {OPTIMIZER}.{RULE} is no rule here"):
+            before = find_rule(self.extra(RULE) or self._rule.name)  # what others wrote is of this one
         first = f".{[*(moment.name for moment in before.moments), 'step'][0]}"
         prefix = common_prefix(
             [f"state.{name}{first}" for group in members for _, names in group for name in names],
@@ -572,7 +573,7 @@ class PortableValues:
                 for moment in subject.moments:
                     self._take(param, state + moment)  # an average that is missing begins with the weights
                 sums = {n: self._of_shape(state + n, s) for n, s in way.sums.items()}
-                self.sums[id(param)] = {n: s.read(dtype=torch.float32).view(s.shape) for n, s in sums.items()}
+                self.sums[id(param)] = {n: each.whole(torch.float32) for n, each in sums.items()}
                 self.steps[id(param)] = steps
                 theirs = numbers.get(held[0], {}) if before.name == self._rule.name else {}
                 if any(name in found and found[name] != value for name, value in theirs.items()):
@@ -581,11 +582,6 @@ class PortableValues:
         if before.name != self._rule.name:
             trained = sum(param.requires_grad for group in members for param, _ in group)
             subject.runtime.note(carried(before, self._rule, len(self.steps), trained))
-
-    def _rule_before(self) -> Rule:
-        """Return the rule of the checkpoint; what others than this library wrote is of this one."""
-        with library_errors(CheckpointError, f"{self._checkpoint.path}: {OPTIMIZER}.{RULE} is no rule here"):
-            return find_rule(self.extra(RULE) or self._rule.name)
 
     def _count(self, key: str) -> int:
         value: Any = 0
@@ -629,7 +625,7 @@ class PortableValues:
                 if id(tensor) not in self._subject.sharded:
                     stored = self._fields[id(tensor)][0]
                     assert stored is not None
-                    tensor.copy_(stored.read(dtype=tensor.dtype).view(tensor.shape))
+                    tensor.copy_(stored.whole(tensor.dtype))
 
 
 def _numbers(checkpoint: DistributedCheckpoint, prefix: str, rule: Rule) -> dict[str, dict[str, Any]]:

@@ -161,7 +161,7 @@ def split_experts(adapters: Path, folder: Path, config: Any) -> None:
         factors = (factor for module in layers.values() for factor in _factors(module))
         packed = {id(stored[id(factor.weight)]) for factor in factors}
         kept = ((key, each) for key, each in saved.items() if id(each) not in packed)
-        values = {key: each.read().view(each.shape) for key, each in kept}
+        values = {key: each.whole() for key, each in kept}
         entries = dict(saved.entries)
         for name, module in layers.items():
             values |= _split(module, projections[name], stored)
@@ -190,10 +190,7 @@ def _factors(module: Any) -> tuple[Any, Any]:
 
 def _split(module: Any, projections: Sequence[Projection], stored: Mapping[int, Stored]) -> dict[str, Tensor]:
     """Return the adapters of the layers in place of a packed parameter, by peft's keys."""
-    right, left = (
-        factor.of_matrix(stored[id(factor.weight)].read().view(factor.matrix_shape))
-        for factor in _factors(module)
-    )
+    right, left = (factor.of_matrix(stored[id(factor.weight)].whole()) for factor in _factors(module))
     found = {}
     for each in projections:
         key = f"base_model.model.{each.layer}"

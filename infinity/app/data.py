@@ -8,8 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from infinity.app.train import open_inputs
-from infinity.data.entries import Part
 from infinity.data.opening import Data
+from infinity.data.tokens import Part
 from infinity.recipes.loading import load_recipe
 
 #: Examples that are shown, and the most tokens of each.

@@ -84,6 +84,10 @@ class Stored:
         self.fill(start, out)
         return out
 
+    def whole(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the tensor in its shape, on the CPU; by default as it is stored."""
+        return self.read(dtype=dtype).view(self.shape)
+
     def pieces(self) -> Iterator[tuple[int, Tensor]]:
         """Yield the tensor piece by piece, in its dtype: the first element, and the values."""
         for start in range(0, self.shape.numel(), _PIECE_NUMEL):

@@ -321,7 +321,8 @@ class _Conversion:
         alike = id(self.transform), without_layer(self.name, layer), given
         if alike not in traced:
             traced[alike] = self._trace(layer)
-        found, make = dict[str, Stored](), functools.partial(self.run, _read_whole)
+        found = dict[str, Stored]()
+        make = functools.partial(self.run, lambda each: each.whole(_converted_dtype(each)))
         for name, (shape, parts) in traced[alike].items():
             own = with_layer(name, layer)
             if parts is None:
@@ -362,10 +363,6 @@ class Converted(Stored):
     def fill(self, start: int, out: Tensor, view: View | None = None) -> None:
         made = self._latest.get(self._make, self._make)[self._name]
         out.copy_(made.reshape(-1)[start : start + len(out)])
-
-
-def _read_whole(source: Stored) -> Tensor:
-    return source.read(dtype=_converted_dtype(source)).view(source.shape)
 
 
 def _converted_dtype(source: Stored) -> torch.dtype:
@@ -528,7 +525,7 @@ class CheckpointValues:
             for tensor in targets.values():
                 if id(tensor) in self._values and id(tensor) not in in_units:
                     _, values = self._values[id(tensor)][0]
-                    tensor.copy_(values.read(dtype=tensor.dtype).view(tensor.shape))
+                    tensor.copy_(values.whole(tensor.dtype))
         # What the checkpoint lacks (see the note), and buffers that no checkpoint holds.
         self._initializing = {id(targets[name]) for name in self._initialized}
         marked = [tensor for tensor in targets.values() if id(tensor) not in self._initializing]

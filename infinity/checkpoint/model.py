@@ -23,7 +23,7 @@ import torch
 
 from infinity.checkpoint.directory import read_json_object
 from infinity.checkpoint.forms import read_quantization
-from infinity.core.errors import CheckpointError, library_errors
+from infinity.core.errors import CheckpointError, library_errors, optional_package
 
 #: Models that transformers has under another name; Kimi-K2's own code is that of DeepSeek-V3.
 _ALIASES = {"kimi_k2": "deepseek_v3"}
@@ -62,12 +62,9 @@ def read_config(path: Path, overrides: dict[str, Any] | None = None) -> Any:
             return ours.config(**{key: value for key, value in entries.items() if key in known})
         except ValueError as error:  # also of a setting
             raise CheckpointError(f"{file}: {error}") from error
-    try:
-        from transformers import CONFIG_MAPPING, AutoConfig
-    except ImportError as error:
-        raise CheckpointError(
-            f"{path}: Hugging Face models need transformers: pip install 'infinity-offload[hf]'"
-        ) from error
+    library = optional_package(
+        "transformers", "hf", CheckpointError, f"{path}: Hugging Face models need transformers"
+    )
     if (path / "adapter_config.json").exists() and not file.exists():
         base = read_json_object(path / "adapter_config.json").get("base_model_name_or_path")
         raise CheckpointError(
@@ -82,7 +79,7 @@ def read_config(path: Path, overrides: dict[str, Any] | None = None) -> Any:
         with library_errors(CheckpointError, str(file)), offline():
             given = {"trust_remote_code": False} if alias is None else {"model_type": alias}
             given |= {"local_files_only": True, "return_unused_kwargs": True} | (overrides or {})
-            cls: Any = AutoConfig if alias is None else CONFIG_MAPPING[alias]
+            cls: Any = library.AutoConfig if alias is None else library.CONFIG_MAPPING[alias]
             config, unknown = cls.from_pretrained(str(path), **given)
     except CheckpointError as error:
         if "trust_remote_code" not in str(error):

@@ -4,14 +4,17 @@ A wrong value is also a :class:`ValueError`, and an error of a drive also an :cl
 """
 
 import copy
+import difflib
 import errno as errno_names
 import logging
 import os
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 #: The most that a message quotes of another library's (characters).
 _QUOTED_CHARS = 1000
@@ -144,6 +147,14 @@ class DamagedDataError(DiskError):
         self._say(errno_names.EIO, text, path, offset, nbytes)
 
 
+def optional_package(name: str, extra: str, kind: type[InfinityError], what: str) -> Any:
+    """Return a package that an extra of this one installs; raise ``kind``, which says ``what`` needs it."""
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise kind(f"{what}: pip install 'infinity-offload[{extra}]'") from error
+
+
 @contextmanager
 def library_errors(kind: type[InfinityError], what: str) -> Iterator[None]:
     """Raise any error of a library, even a Rust panic, as ``kind``, with ``what`` and the reason."""
@@ -218,6 +229,13 @@ def listed(items: Sequence[str], most: int) -> str:
     """Return ``items`` for a message, and the number of those after ``most``."""
     more = [f"and {len(items) - most} more"] if len(items) > most else []
     return "; ".join([*items[:most], *more])
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", *, most: int = 1) -> str:
+    """Return what follows an error about ``name``: the nearest of ``known``, or else ``otherwise``."""
+    near = difflib.get_close_matches(name, [*known], n=most)
+    hint = f"did you mean {' or '.join(near)}?" if near else otherwise
+    return hint and f"; {hint}"
 
 
 def free_space(path: str) -> str:

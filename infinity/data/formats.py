@@ -11,13 +11,13 @@ A format is a row of :data:`FORMATS`. Tokens are made of standard forms, so anot
 theirs.
 """
 
-import difflib
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 from infinity.core.config import shown
+from infinity.core.errors import did_you_mean
 from infinity.data.tokenizer import ASSISTANT, Chat, MalformedError, Message
 
 Record: TypeAlias = dict[str, Any]
@@ -182,8 +182,7 @@ class Reading:
                 return name
         there = f"the fields {', '.join(columns)}" if columns else "none"
         for ours, theirs in missing.items():
-            near = difflib.get_close_matches(theirs, columns, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = did_you_mean(theirs, columns)
             raise MalformedError(f"data.fields.{ours}: got {theirs}; wanted one of {there}{hint}")
         *most, last = (str(FORMATS[name]) for name in self.formats)
         wanted = f"{', '.join(most)}, or {last}" if most else last

@@ -14,10 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from infinity.data.entries import Part
-from infinity.data.examples import TEXTS, Kind
 from infinity.data.tokenizer import DataError
-from infinity.data.tokens import Tokens
+from infinity.data.tokens import TEXTS, Kind, Part, Tokens
 
 Ints = NDArray[np.int64]
 

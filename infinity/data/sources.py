@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from infinity.core.errors import library_errors
+from infinity.core.errors import library_errors, optional_package
 from infinity.core.files import open_regular, read_file, user_path
 from infinity.core.nbytes import format_nbytes
 from infinity.data.formats import Reading, Record, parse_json
@@ -235,10 +235,8 @@ def _json(source: Source, reading: Reading) -> _Rows:
         return
     with readable(path):
         content = read_file(path, _MOST_JSON_NBYTES)
-    try:
+    with library_errors(DataError, f"{path}"):
         values = parse_json(content)
-    except MalformedError as error:
-        raise DataError(f"{path}: {error}") from error
     yield from ((f"{path}: item {number}", value) for number, value in enumerate(values, start=1))
 
 
@@ -306,7 +304,7 @@ def _arrow(source: Source, reading: Reading) -> _Rows:
 
 def _saved(source: Source, reading: Reading) -> _Rows:
     path = source.path
-    datasets = _library(path)
+    datasets = optional_package("datasets", "data", DataError, f"{path}: reading it needs datasets")
     with library_errors(DataError, f"{path}: datasets cannot load what save_to_disk wrote there"):
         saved = datasets.load_from_disk(str(path)).with_format("arrow")
     columns, of_part = _check_columns(saved.column_names, path, reading), source.range(len(saved))
@@ -325,20 +323,10 @@ READERS: dict[str, Callable[[Source, Reading], _Rows]] = {
 _SUFFIXES = {".txt", *READERS} - {".json"}
 
 
-def _library(path: Path) -> Any:
-    try:
-        import datasets
-    except ImportError as error:
-        raise DataError(
-            f"{path}: reading it needs datasets: pip install 'infinity-offload[data]' (or datasets)"
-        ) from error
-    return datasets
-
-
 @contextmanager
 def _of_arrow(path: Path, kind: str) -> Iterator[Any]:
     """Open a file, whose damage is a DataError."""
-    _library(path)
+    optional_package("datasets", "data", DataError, f"{path}: reading it needs datasets")
     damaged = library_errors(DataError, f"{path}: cannot be read as {kind}")
     with readable(path), open(open_regular(path), "rb") as file, damaged:
         yield file
@@ -346,10 +334,8 @@ def _of_arrow(path: Path, kind: str) -> Iterator[Any]:
 
 def _check_columns(columns: Sequence[str], path: Path, reading: Reading) -> list[str]:
     """Return those of a table's columns that formats read; DataError: they have none of the formats."""
-    try:
+    with library_errors(DataError, f"{path}"):
         reading.check(columns)
-    except MalformedError as error:
-        raise DataError(f"{path}: {error}") from error
     return [name for name in columns if reading.is_read(name)]
 
 

@@ -239,11 +239,9 @@ class HubTokenizer(Tokenizer):
             raise MalformedError(f"the chat template rejects it: {error}") from error
 
     def _template(self, chat: Chat) -> str:
-        try:
+        with library_errors(DataError, f"data.tokenizer: {self._path} has no chat template"):
             template: str = self._library.get_chat_template(tools=chat.tools)
-        except ValueError as error:
-            raise DataError(f"data.tokenizer: {self._path} has no chat template: {error}") from error
-        return template
+            return template
 
     def _render(self, chat: Chat) -> list[Rendered]:
         library, template = self._library, self._template(chat)

@@ -1,4 +1,4 @@
-"""Rules of whole matrices: a direction of each element, a transform of each matrix, a step of each element.
+"""Rules of whole matrices, such as Muon and Adafactor: directions, a transform of each matrix, and steps.
 
 [Note: two passes] What is updated together is a run of elements of a shard, which may be any part of a
 matrix. So a rule of matrices (Muon) is two elementwise ones around a transform. The first pass reads and
@@ -29,10 +29,10 @@ from typing import Any, cast
 import torch
 from torch import Size, Tensor, nn
 
-from infinity.core.config import SettingError
+from infinity.core.config import SettingError, Valid
 from infinity.core.errors import StateError
-from infinity.optim.adamw import ADAMW
-from infinity.optim.formula import Formula, NotElementwiseError
+from infinity.optim.elementwise import ADAMW
+from infinity.optim.formula import Formula, NotElementwiseError, where
 from infinity.optim.rule import EMA, OFFSET, Averaged, Group, Kept, Place, Rule, Sums, Way
 from infinity.optim.state import Moment, StateLayout
 
@@ -300,3 +300,88 @@ class LastPass(Rule):
     def update(weight: Any, grad: Any, decay: Any, rate: Any) -> tuple[Any, ...]:
         weight = weight * decay
         return (weight - rate * grad,)
+
+
+#: What Adafactor keeps of a matrix, and of a vector.
+_ROW, _COLUMN, _OF_VECTORS = "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_sq"
+
+
+class AdafactorRule(WholeRule):
+    """Adafactor: Adaptive Learning Rates with Sublinear Memory Cost (arXiv:1804.04235), algorithms 4 and 5.
+
+    The learning rate is the group's, as in transformers' ``Adafactor`` with ``relative_step`` and
+    ``scale_parameter`` False, and there is no first moment. Second moments of step t decay by
+    1 - t ** -``decay_rate``; an update is shortened to a root mean square of ``clip_threshold`` in each
+    matrix. Of packed matrices, such as experts, each is one; a vector keeps its second moments whole.
+    """
+
+    name = "adafactor"
+    in_turn = True
+    of_vectors = (_OF_VECTORS,)
+    defaults: Mapping[str, Any] = {
+        "lr": 1e-3, "eps": 1e-30, "clip_threshold": 1.0, "decay_rate": 0.8, "weight_decay": 0.0,
+    }  # fmt: skip
+    ranges: Mapping[str, Valid] = {"clip_threshold": Valid(above=0)}
+
+    def spaces(self, rows: int, columns: int) -> Mapping[str, Sequence[int]]:
+        return {_ROW: (rows,), _COLUMN: (columns,)}
+
+    def remade(self, matrix: Tensor, group: Group, step: int, sums: Sums) -> Tensor:
+        grad, toward = matrix.float(), step ** -float(group["decay_rate"])
+        squares = grad * grad + float(group["eps"])
+        if _OF_VECTORS in sums:
+            second = sums[_OF_VECTORS].lerp_(squares[0], toward)
+            made = grad * second.rsqrt()
+        else:
+            row = sums[_ROW].lerp_(squares.mean(1), toward)
+            column = sums[_COLUMN].lerp_(squares.mean(0), toward)
+            made = grad * ((row / row.mean()).rsqrt()[:, None] * column.rsqrt())
+        length = made.square().mean().sqrt() / float(group["clip_threshold"])
+        return made / length.clamp(min=1)
+
+
+#: Of Muon's quintic iteration, and what a norm is at least.
+_A, _B, _C, _LEAST = 3.4445, -4.7750, 2.0315, 1e-7
+
+
+class MuonRule(MatrixRule):
+    """Muon (Jordan et al., 2024) for matrices, AdamW for all else; numbers are those of ``torch.optim.Muon``.
+
+    With ``match_rms_adamw`` a step is 0.2 sqrt(max(rows, columns)) as long, so that learning rates of AdamW
+    fit (Muon is Scalable for LLM Training, arXiv:2502.16982); else sqrt(max(1, rows / columns)). ``betas``
+    and ``eps`` are AdamW's.
+    """
+
+    name = "muon"
+    matrix_moments = (Moment("exp_avg"),)
+    defaults: Mapping[str, Any] = {
+        "lr": 1e-3, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True, "ns_steps": 5,
+        "match_rms_adamw": False,
+    }  # fmt: skip
+    ranges: Mapping[str, Valid] = {"ns_steps": Valid(least=1), "momentum": Valid(least=0, below=1)}
+    recipe: Mapping[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1, "match_rms_adamw": True}
+
+    def direction_numbers(self, group: Group, step: int) -> tuple[float, ...]:
+        return 1 - float(group["momentum"]), float(group["nesterov"])
+
+    @staticmethod
+    def direction(grad: Any, exp_avg: Any, toward: Any, nesterov: Any) -> tuple[Any, ...]:
+        exp_avg = exp_avg + toward * (grad - exp_avg)
+        return where(nesterov > 0, exp_avg + toward * (grad - exp_avg), exp_avg), exp_avg
+
+    def transform(self, matrix: Tensor, group: Group) -> Tensor:
+        """Return the nearest matrix with singular values near 1, by Newton-Schulz iterations in bfloat16."""
+        tall = matrix.size(0) > matrix.size(1)
+        x = matrix.to(torch.bfloat16)
+        x = x.T if tall else x
+        x = x / x.norm().clamp(min=_LEAST)
+        for _ in range(int(group["ns_steps"])):
+            gram = x @ x.T
+            x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=_B, alpha=_C), x, beta=_A)
+        return x.T if tall else x
+
+    def rate(self, group: Group, shape: Sequence[int]) -> float:
+        rows, columns = shape[-2:]
+        if group["match_rms_adamw"]:
+            return float(group["lr"]) * 0.2 * math.sqrt(max(rows, columns))
+        return float(group["lr"]) * math.sqrt(max(1, rows / columns))

@@ -13,7 +13,6 @@ the average minus the weight: zero for a parameter that was never updated, so th
 the weight after its first update.
 """
 
-import difflib
 import math
 import numbers
 import sys
@@ -28,8 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from infinity.core.config import SettingError, Valid
-from infinity.optim.cuda import elementwise_kernel
-from infinity.optim.formula import Formula, NotElementwiseError
+from infinity.core.errors import did_you_mean
+from infinity.optim.formula import Formula, NotElementwiseError, elementwise_kernel
 from infinity.optim.state import EXACT, STOCHASTIC, Moment, StateLayout, master_of, store_master
 
 #: Elements that the torch form takes at one time, and its float32 temporaries of that size.
@@ -221,11 +220,8 @@ class Rule(ABC):
     def check_names(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return ``given``; a SettingError names a number that the rule does not have, and the nearest."""
         for name in (each for each in given if each not in self.defaults):
-            near = difflib.get_close_matches(name, self.defaults, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise SettingError(
-                name, given[name], f"a number of {self.name}: {', '.join(self.defaults)}{hint}"
-            )
+            wanted = f"a number of {self.name}: {', '.join(self.defaults)}"
+            raise SettingError(name, given[name], wanted + did_you_mean(name, self.defaults))
         return given
 
     def check_place(self, group: Group, name: str, shape: Sequence[int], *, tiled: bool) -> None:
@@ -249,9 +245,9 @@ class Rule(ABC):
 
     def loop(self, dtype: torch.dtype) -> Callable[..., object] | None:
         """Return a jitted loop over weights of ``dtype`` on the CPU; None: torch does it."""
-        from infinity.optim import loops  # late: numba takes 0.3 s to import
+        from infinity.optim import kernels  # late: numba takes 0.3 s to import
 
-        return None if self.formula is None else loops.update_loop(self.formula, self.layout(dtype))
+        return None if self.formula is None else kernels.update_loop(self.formula, self.layout(dtype))
 
     def layout(self, dtype: torch.dtype) -> StateLayout:
         """Return the state that goes with weights of ``dtype``; ValueError: there is none."""

@@ -7,7 +7,6 @@ and the sums of the rows without rounding. On an accelerator it depends on the n
 """
 
 import contextlib
-import difflib
 import functools
 import math
 import re
@@ -24,10 +23,11 @@ import torch
 from torch import Tensor
 
 from infinity.core.config import Config, SettingError, Valid, setting
+from infinity.core.errors import did_you_mean
 from infinity.core.nbytes import rounded
 from infinity.device.machine import LEAST_NUMEL, background_threads, compile_ahead, in_slices
 from infinity.device.memory import HostBuffer
-from infinity.optim import adafactor, adamw, lion, lowrank, muon, schedulefree, sgd  # noqa: F401  (RULES)
+from infinity.optim import elementwise, lowrank, matrix  # noqa: F401  (RULES)
 from infinity.optim.rule import EMA, PIECE_NUMEL, RULES, TEMPORARIES, Rule
 
 #: Elements that the update pipeline reads, updates and writes at one time.
@@ -154,11 +154,8 @@ def find_rule(name: str | Rule) -> Rule:
         raise SettingError("optim.name", name, "a subclass of infinity.optim.Rule with a name")
     plain, *variants = name.split("+")
     if plain not in RULES:
-        near = difflib.get_close_matches(name, RULES, n=2)
-        hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        raise SettingError(
-            "optim.name", name, f"one of {', '.join(RULES)}, or module:Class of your own{hint}"
-        )
+        wanted = f"one of {', '.join(RULES)}, or module:Class of your own"
+        raise SettingError("optim.name", name, wanted + did_you_mean(name, RULES, most=2))
     rule = RULES[plain]
     for variant in variants:
         size, _, value = variant.partition("=")

@@ -28,7 +28,7 @@ from infinity.core.plan import Hardware
 from infinity.device.accelerator import memory_nbytes, name_of, synchronize
 from infinity.device.machine import DTYPES, Dtype, auto_dtype, multiply_s, total_host_nbytes, usable_cores
 from infinity.nvme.probe import measure
-from infinity.optim.adamw import ADAMW, ADAMW_8BIT
+from infinity.optim.elementwise import ADAMW, ADAMW_8BIT
 from infinity.optim.rule import Rule
 from infinity.optim.rules import HostRule
 from infinity.optim.state import Quantized, StateLayout

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from infinity.activations.recompute import in_backward
 from infinity.checkpoint.model import read_config
-from infinity.data.examples import JUDGED, LABELLED, PAIRS, SCORED_PAIRS, TEXTS, Kind
 from infinity.data.sequences import Batch
+from infinity.data.tokens import JUDGED, LABELLED, PAIRS, SCORED_PAIRS, TEXTS, Kind
 from infinity.recipes.models import CausalLoss, ModelConfig
 
 Metrics = Mapping[str, Tensor]
@@ -153,7 +153,7 @@ def loaded_as(task: str, model: ModelConfig) -> dict[str, Any]:
 
 
 class TaskLoss:
-    """Loss of a micro-batch, summed over its examples; their metrics are added to :attr:`metrics`.
+    """Loss of a micro-batch, summed over its examples; their metrics are added up: see :meth:`metrics`.
 
     ``train`` has the settings of the section of that name; ``packed`` sequences hold several documents.
     """
@@ -165,8 +165,7 @@ class TaskLoss:
         self._model, self._objective, self._train = model, objective, train
         self._causal = None if objective.head else CausalLoss(model, packed=packed)
         self._over_ranks = over_ranks
-        #: Sum and count of each metric since it was last emptied.
-        self.metrics: dict[str, Tensor] = {}
+        self._seen: dict[str, Tensor] = {}
 
     def __call__(self, batch: Batch) -> Tensor:
         data, losses_of = self._objective.data, self._objective.losses
@@ -188,8 +187,13 @@ class TaskLoss:
             for name, value in metrics.items():
                 value, counts = value.detach(), used * ~value.isnan()
                 seen = torch.stack([(value.nan_to_num() * counts).sum(), counts.sum()])
-                self.metrics[name] = self.metrics[name] + seen if name in self.metrics else seen
+                self._seen[name] = self._seen[name] + seen if name in self._seen else seen
         return (losses * used).sum() + balance * used.sum()
+
+    def metrics(self) -> dict[str, Tensor]:
+        """Return sum and count of each metric, on the CPU, since this was last called."""
+        found, self._seen = self._seen, {}
+        return {name: seen.cpu() for name, seen in found.items()}
 
     def documents(self, batch: Batch) -> tuple[Tensor, Tensor | float]:
         """Return a value of each document in each row, ``(rows, documents)``, and the loss of routers.

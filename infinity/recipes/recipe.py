@@ -25,7 +25,7 @@ from infinity.core.config import (
     shown,
 )
 from infinity.core.errors import RecipeError
-from infinity.data.entries import DataConfig
+from infinity.data.opening import DataConfig
 from infinity.data.sources import downloaded
 from infinity.engine.executor import EngineConfig
 from infinity.observe.sinks import ObserveConfig

@@ -14,7 +14,7 @@ from tests.helpers.launch import RanksError, run_ranks
 EXEMPT = {
     "activations/profiler.py": "only times are read there",
     "device/memory.py measure_link": "only times are read there",
-    "checkpoint/fused.py _Kernel.compile": "it shows an error of the trial, whose values nobody reads",
+    "checkpoint/quantized.py _Kernel.compile": "it shows an error of the trial, whose values nobody reads",
     "comm/collectives.py Collectives._end: work.wait (2)": "without it the thread looks again and again",
     "comm/collectives.py Collectives._end: work.wait (3)": "only of errors; test_dying_peers.py shows it",
     "comm/nodes.py Nodes._fetch_across: kept.lease.record_use (1)": (

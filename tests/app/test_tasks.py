@@ -14,8 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 from infinity.app import train as train_module
 from infinity.app.best import BEST_FOLDER, Best, best_of, best_steps
 from infinity.app.export import publish_run
-from infinity.app.loop import Loop
-from infinity.app.reference import REFERENCE
+from infinity.app.loop import REFERENCE, Loop
 from infinity.app.train import train
 from infinity.cli import main
 from infinity.core.errors import CheckpointError, RecipeError

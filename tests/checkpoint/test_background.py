@@ -24,7 +24,7 @@ from infinity.core.nbytes import Extent
 from infinity.core.process import close_collected
 from infinity.device.memory import HostPool, Lease
 from infinity.engine.runtime import runtime_of
-from infinity.optim.adamw import ADAMW
+from infinity.optim.elementwise import ADAMW
 from infinity.shards.homes import DiskHome, HostHome, Snapshot
 from infinity.shards.journal import ChunkExtents, Version
 from infinity.shards.records import Records

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from infinity.checkpoint import codecs, fused
+from infinity.checkpoint import codecs
+from infinity.checkpoint import quantized as fused
 from infinity.checkpoint.directory import Checkpoint
 from infinity.checkpoint.forms import decode_checkpoint, read_quantization
 from infinity.checkpoint.quantized import Decoded

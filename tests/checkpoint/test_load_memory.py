@@ -9,7 +9,7 @@ import torch
 import infinity
 from infinity.device import machine
 from infinity.engine.runtime import runtime_of
-from infinity.optim.adamw import ADAMW
+from infinity.optim.elementwise import ADAMW
 from infinity.optim.rules import prepare
 from tests.helpers.launch import run_ranks
 from tests.helpers.training import recipe

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from infinity.core.config import SettingError
-from infinity.data.entries import DataConfig
 from infinity.data.formats import COLUMNS, FORMATS, SUPERVISED, Completion, Reading, document_of
+from infinity.data.opening import DataConfig
 from infinity.data.tokenizer import Chat, MalformedError
 
 ASKED, ANSWERED = {"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}

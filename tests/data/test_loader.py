@@ -12,12 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.data.entries import DataConfig
-from infinity.data.examples import PAIRS
 from infinity.data.loader import HeldOut, Loader
-from infinity.data.opening import Data, open_data
+from infinity.data.opening import Data, DataConfig, open_data
 from infinity.data.sequences import Batch, BatchShape, token_stream
 from infinity.data.tokenizer import DataError
+from infinity.data.tokens import PAIRS
 from tests.helpers.cases import examples
 
 # ten sequences of four, each known by its first token

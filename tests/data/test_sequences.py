@@ -9,9 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.data.entries import DataConfig
 from infinity.data.loader import Loader
-from infinity.data.opening import Data, open_data
+from infinity.data.opening import Data, DataConfig, open_data
 from infinity.data.sequences import (
     Batch,
     BatchShape,

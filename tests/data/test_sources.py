@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from infinity.data import sources
-from infinity.data.entries import DataConfig
 from infinity.data.formats import Reading
-from infinity.data.opening import Data, open_data
+from infinity.data.opening import Data, DataConfig, open_data
 from infinity.data.sequences import BatchShape
 from infinity.data.sources import Source, find_files, rows
 from infinity.data.tokenizer import BytesTokenizer, DataError, MalformedError

@@ -18,13 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.core.errors import RecipeError
-from infinity.data import helpers, stream
-from infinity.data.entries import DataConfig
+from infinity.data import helpers
+from infinity.data import loader as stream
 from infinity.data.formats import Reading
-from infinity.data.opening import Data, open_data
+from infinity.data.loader import Windows
+from infinity.data.opening import Data, DataConfig, open_data
 from infinity.data.sequences import Batch, BatchShape
 from infinity.data.sources import Source, read_lines, read_pieces, rows
-from infinity.data.stream import Windows
 from infinity.data.tokenizer import BytesTokenizer, DataError, open_tokenizer
 from infinity.data.tokens import TokenCache
 from infinity.recipes.loading import load_recipe

@@ -19,7 +19,7 @@ from infinity.core.lifecycle import Tier
 from infinity.engine import executor as update_rules
 from infinity.engine.executor import device_nbytes, is_faster, make_rules
 from infinity.nvme.probe import Speed
-from infinity.optim.adamw import ADAMW
+from infinity.optim.elementwise import ADAMW
 from infinity.optim.rules import DeviceRule, HostRule, ResidentRules
 from tests.helpers import models
 from tests.helpers.training import build

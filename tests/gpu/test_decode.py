@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from infinity.checkpoint import fused
+from infinity.checkpoint import quantized as fused
 from infinity.checkpoint.directory import Checkpoint
 from infinity.checkpoint.forms import decode_checkpoint, read_quantization
 from infinity.checkpoint.quantized import Decoded

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from infinity.device.accelerator import rounds_roots
-from infinity.optim.cuda import elementwise_kernel
+from infinity.optim.formula import elementwise_kernel
 from infinity.optim.rule import RULES, Rule
 from infinity.optim.rules import HostRule
 from infinity.optim.state import MASTERS, STOCHASTIC, Quantized, store_master

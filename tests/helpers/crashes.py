@@ -26,7 +26,7 @@ from torch import nn
 import infinity
 from infinity.comm import peers
 from infinity.engine.runtime import runtime_of
-from infinity.optim.adamw import ADAMW
+from infinity.optim.elementwise import ADAMW
 from infinity.optim.rules import prepare
 from tests.helpers.launch import free_port
 from tests.helpers.limits import HANG_S, comes_true, hang

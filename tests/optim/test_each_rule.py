@@ -16,8 +16,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from infinity.core.config import SettingError
 from infinity.optim import formula, kernels
-from infinity.optim.cuda import elementwise_source
-from infinity.optim.formula import Formula, NotElementwiseError, root, sign, where
+from infinity.optim.formula import Formula, NotElementwiseError, elementwise_source, root, sign, where
 from infinity.optim.rule import RULES, Rule
 from infinity.optim.rules import HostRule, find_rule
 from infinity.optim.state import (

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from infinity.core.nbytes import BLOCK_NBYTES
-from infinity.optim.adamw import ADAMW
+from infinity.optim.elementwise import ADAMW
 from infinity.optim.rules import CHUNK_NUMEL
 from infinity.partition.unit import SHARD_QUANTUM
 

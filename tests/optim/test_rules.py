@@ -22,7 +22,7 @@ from numba.core.runtime import rtsys
 from torch import Tensor
 
 from infinity.optim import kernels
-from infinity.optim.adamw import ADAMW
+from infinity.optim.elementwise import ADAMW
 from infinity.optim.formula import root_in_float64
 from infinity.optim.rules import HostRule, prepare, sum_of_squares
 from infinity.optim.state import master_of, split, store_master

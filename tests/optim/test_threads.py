@@ -9,7 +9,7 @@ import torch
 
 from infinity.device import machine as threads
 from infinity.device.machine import background_threads, rank_threads, set_rank_threads
-from infinity.optim.adamw import ADAMW
+from infinity.optim.elementwise import ADAMW
 from infinity.optim.rules import HostRule
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.optim.adamw import ADAMW
+from infinity.optim.elementwise import ADAMW
 from infinity.partition.unit import SHARD_QUANTUM
 from infinity.planner.updates import RESERVE
 from infinity.shards.pipeline import ShardSource

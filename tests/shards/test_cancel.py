@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.core.errors import DiskError
-from infinity.optim.adamw import ADAMW
+from infinity.optim.elementwise import ADAMW
 from tests.helpers.cases import examples
 from tests.helpers.fakes import FakeEngine
 from tests.helpers.limits import HANG_S, comes_true

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from infinity.core.errors import BudgetError, DiskError, StateError
-from infinity.optim.adamw import ADAMW
+from infinity.optim.elementwise import ADAMW
 from infinity.optim.rules import HostRule
 from infinity.optim.state import StateLayout
 from infinity.partition.unit import SHARD_QUANTUM

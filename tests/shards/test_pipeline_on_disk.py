@@ -11,7 +11,7 @@ from infinity.core.nbytes import Extent, Transfer
 from infinity.device.memory import HostPool
 from infinity.nvme.engines import make_engine
 from infinity.nvme.volume import Volume
-from infinity.optim.adamw import ADAMW
+from infinity.optim.elementwise import ADAMW
 from infinity.optim.rules import HostRule
 from infinity.optim.state import StateLayout
 from infinity.partition.unit import SHARD_QUANTUM
