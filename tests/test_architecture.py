@@ -284,7 +284,7 @@ ROOM_BUDGETS = {
     "": 666,
     "activations": 2398,
     "api": 4385,
-    "app": 2962,
+    "app": 2967,
     "checkpoint": 4203,
     "comm": 1220,
     "core": 2202,
