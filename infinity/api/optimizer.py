@@ -400,16 +400,18 @@ class Optimizer(torch.optim.Optimizer):
         for param in self._params():
             param.grad = None
 
-    def _totals(self) -> tuple[float, dict[str, float], int, int, int]:
+    def _totals(self) -> tuple[float, dict[str, float], int, int, int, int]:
         engine, collectives = self.runtime.storage.engine, self.runtime.ranks.collectives
         read, written = (engine.nbytes_read, engine.nbytes_written) if engine else (0, 0)
         crossed = collectives.nodes.nbytes_crossed if collectives else 0
-        return time.perf_counter(), dict(self.runtime.timeline.stall_s), read, written, crossed
+        commits = self.runtime.storage.commits
+        copied = commits.hooks.copies.nbytes if commits and commits.hooks.copies else 0
+        return time.perf_counter(), dict(self.runtime.timeline.stall_s), read, written, crossed, copied
 
     def report(self, *, loss: float | None = None, tokens: int = 0) -> StepReport:
         """Return the figures of everything since the last report; call it once after every step."""
-        began_s, stalled, read_before, written_before, crossed_before = self._reported
-        self._reported = now_s, stalls, read, written, crossed = self._totals()
+        began_s, stalled, read_before, written_before, crossed_before, copied_before = self._reported
+        self._reported = now_s, stalls, read, written, crossed, copied = self._totals()
         executor = self.runtime.executor()
         figures, speculation = executor.figures, executor.updates.speculation
         planned_read, planned_written = figures.planned or (None, None)
@@ -418,7 +420,7 @@ class Optimizer(torch.optim.Optimizer):
             skipped=self.skipped, step_s=now_s - began_s, tokens=tokens,
             stall_s={cause: s - stalled.get(cause, 0.0) for cause, s in stalls.items()},
             nbytes_read=read - read_before, nbytes_written=written - written_before,
-            nbytes_crossed=crossed - crossed_before,
+            nbytes_crossed=crossed - crossed_before, nbytes_copied=copied - copied_before,
             planned_nbytes_read=planned_read, planned_nbytes_written=planned_written,
             on_demand=figures.on_demand, speculated=speculation.started, rolled_back=speculation.rolled_back,
             spilled_nbytes=executor.updates.stored_gradients.nbytes, tiles=len(executor.prefetcher.routed),

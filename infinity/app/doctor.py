@@ -8,7 +8,6 @@ thread and named.
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import platform
@@ -33,7 +32,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 import infinity
 from infinity.checkpoint.model import read_config
-from infinity.comm.ranks import Ranks, choose_device
+from infinity.comm.ranks import Ranks, choose_device, own_address
 from infinity.core.errors import InfinityError, first_line, listed, quiet_libraries
 from infinity.core.files import shared_directory
 from infinity.core.nbytes import format_nbytes
@@ -211,7 +210,7 @@ class Meeting:
         )  # fmt: skip
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._store: Any = PrefixStore(f"infinity/doctor/{start}", store)
-        place = socket.gethostname(), _gloo_address(), self._server.getsockname()[1]
+        place = socket.gethostname(), own_address(), self._server.getsockname()[1]
         self._store.set(f"at/{launch.rank}", json.dumps(place))
 
     def _tell_time(self) -> None:
@@ -409,21 +408,6 @@ def _clock(place: tuple[str, str, int]) -> tuple[float, float] | None:
     if len(told) < 8:
         return None
     return struct.unpack("d", told)[0] - (asked_s + now_s) / 2, (now_s - asked_s) / 2
-
-
-def _gloo_address() -> str:
-    """Return the address at which gloo listens: of its interface, of this host's name, or else loopback."""
-    with contextlib.suppress(OSError):
-        if interface := os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]:
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-                request = struct.pack("256s", interface.encode()[:15])
-                answer = fcntl.ioctl(any_socket, 0x8915, request)  # SIOCGIFADDR
-                return socket.inet_ntoa(answer[20:24])
-        for *_, place in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET, socket.SOCK_STREAM):
-            with socket.socket() as trial:
-                trial.bind((place[0], 0))
-                return str(place[0])
-    return "127.0.0.1"
 
 
 def _main_interface() -> str:

@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from infinity.api.checkpoints import CHECKPOINTS_FOLDER
+from infinity.comm.ranks import Ranks, gather
 from infinity.core.errors import (
     BEGIN_ANEW,
     BudgetError,
@@ -69,8 +70,10 @@ class Run:
         return replace(self, recipe=recipe.as_without_plan(), choice=choice)
 
 
-def find_run(recipe: Recipe) -> Run:
+def find_run(recipe: Recipe, elsewhere: int | None = None) -> Run:
     """Return the run that a recipe names, a new or an interrupted one; changes nothing.
+
+    ``elsewhere`` is the last step that other nodes keep of it.
 
     Raises:
         RecipeError: The run is finished or running, ``run.resume`` says otherwise, or the run was interrupted
@@ -79,6 +82,7 @@ def find_run(recipe: Recipe) -> Run:
     name = recipe.run.name or f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{os.getpid()}"
     folder = Path(recipe.run.dir) / name
     kept = committed_step(recipe, name)
+    kept = elsewhere if kept is None else kept
     if not _is_begun(folder):
         if recipe.run.resume == "must":
             raise RecipeError(
@@ -317,6 +321,12 @@ def drive_directories(recipe: Recipe, name: str) -> list[Path]:
 def committed_step(recipe: Recipe, name: str) -> int | None:
     """Return the step that this machine's drives keep of the run ``name``; None: they keep none."""
     return saved.committed_step(drive_directories(recipe, name))
+
+
+def kept_by_any(recipe: Recipe, ranks: Ranks) -> int | None:
+    """Return, on rank 0, the last step that any node keeps of the run that a recipe names. All ranks call."""
+    mine = None if recipe.run.name is None else committed_step(recipe, recipe.run.name)
+    return max((each for each in gather(mine, ranks, "finding the run") if each is not None), default=None)
 
 
 def how_to_go_on(run: Run, error: BaseException) -> str:

@@ -64,7 +64,7 @@ def train(recipe: Recipe) -> metrics.Summary | None:
     with ExitStack() as stack:
         ranks = stack.enter_context(process_group(recipe))
         recipe = _with_steps(recipe)
-        run = ranks.decide(lambda: runs.find_run(recipe), "finding the run")
+        run = ranks.decide(partial(runs.find_run, recipe, runs.kept_by_any(recipe, ranks)), "finding the run")
         if run.ended:
             _say_nothing_is_left(run)
             return None

@@ -44,7 +44,8 @@ class Nodes:
         self, rank: int, world_size: int, local: int, make: Callable[[list[list[int]]], Any],
         end: Callable[[Any, Any], None],
     ) -> None:  # fmt: skip
-        self.world_size, self.local = world_size, world_size if local == 1 else local
+        self.world_size, self.per_node = world_size, local
+        self.local = world_size if local == 1 else local
         self.count = world_size // self.local
         self.node, self.number = divmod(rank, self.local)
         ranks = [*range(world_size)]

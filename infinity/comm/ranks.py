@@ -1,10 +1,12 @@
 """The processes that train together: how they meet, and what each knows of itself."""
 
 import contextlib
+import fcntl
 import os
 import secrets
 import socket
 import statistics
+import struct
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -147,6 +149,21 @@ def choose_device(wanted: str | None, local_rank: int | None) -> torch.device:
         )
     torch.accelerator.set_device_index(index)
     return torch.device(device.type, index)
+
+
+def own_address() -> str:
+    """Return the address at which gloo listens: its interface's, that of this host's name, or loopback."""
+    with contextlib.suppress(OSError):
+        if interface := os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+                request = struct.pack("256s", interface.encode()[:15])
+                answer = fcntl.ioctl(any_socket, 0x8915, request)  # SIOCGIFADDR
+                return socket.inet_ntoa(answer[20:24])
+        for *_, place in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET, socket.SOCK_STREAM):
+            with socket.socket() as trial:
+                trial.bind((place[0], 0))
+                return str(place[0])
+    return "127.0.0.1"
 
 
 def backend_of(device: torch.device) -> str:

@@ -117,10 +117,7 @@ class Runtime:
         host_nbytes = ranks.least(memory.host or free_host_nbytes() // 2, "memory.host")
         self.storage = Storage(memory, host_nbytes, self.dtype, device, rule)
         self.stack.callback(self.storage.stack.close)
-        self.storage.open_files(
-            self.run_id, ranks, resume, self.timeline,
-            synced=self.config.durability.survives == "power", note=self.note,
-        )  # fmt: skip
+        self.storage.open_files(self.run_id, ranks, resume, self.timeline, self.config.durability, self.note)
         self.tiers = Tiers(self.storage, ranks, reduction)
         self.tiers.pending = self.storage.saved is not None
         self.stack.callback(self.tiers.unpin)

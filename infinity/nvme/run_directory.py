@@ -115,7 +115,8 @@ class RunDirectory:
             finished = [finished_path(self.path, rank) for rank in ranks if rank < world_size]
             if all(path.exists() for path in finished):
                 last = [*finished, *ranks.values()]
-                for path in [path for path in self.path.glob("rank*") if path not in last] + last:
+                others = [*self.path.glob("rank*"), *self.path.glob("copy*")]  # copies of other nodes' ranks
+                for path in [path for path in others if path not in last] + last:
                     path.unlink(missing_ok=True)
                 with contextlib.suppress(OSError):  # another program put a file there
                     self.path.rmdir()

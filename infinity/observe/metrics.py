@@ -49,6 +49,7 @@ class StepReport(AdapterReport):
     nbytes_read: int = 0
     nbytes_written: int = 0
     nbytes_crossed: int = 0  # of weights and gradients, from other nodes
+    nbytes_copied: int = 0  # of commits, to the next node's drives
     planned_nbytes_read: int | None = None  # None while the step is recorded, not planned
     planned_nbytes_written: int | None = None
     on_demand: int = 0  # uses that the plan did not foresee
@@ -275,9 +276,12 @@ def describe(report: StepReport) -> str:
     parts.append(f"stall {stall_s:.2f} s{cause}")
     if report.nbytes_read or report.nbytes_written:
         parts.append(f"read {format_nbytes(report.nbytes_read)} wrote {format_nbytes(report.nbytes_written)}")
-    if report.nbytes_crossed:
-        parts.append(f"from other nodes {format_nbytes(report.nbytes_crossed)}")
-    parts += [f"{tier} {format_nbytes(nbytes)}" for tier, nbytes in report.peak_nbytes.items() if nbytes]
+    counted = {
+        "from other nodes": report.nbytes_crossed,
+        "copied": report.nbytes_copied,
+        **report.peak_nbytes,
+    }
+    parts += [f"{name} {format_nbytes(nbytes)}" for name, nbytes in counted.items() if nbytes]
     if report.on_demand:
         parts.append(f"{report.on_demand} on demand")
     if report.rolled_back and not report.skipped:
@@ -558,8 +562,7 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
     loaded, stored = (cache.nbytes_loaded, cache.nbytes_stored) if cache is not None else (0, 0)
     ranks = f"{summary.world_size} rank{'s' if summary.world_size > 1 else ''}"
     skipped = f", {summary.skipped} skipped" if summary.skipped else ""
-    if summary.first_step > 1:
-        skipped += f" after step {summary.first_step - 1}"
+    skipped += f" after step {summary.first_step - 1}" * (summary.first_step > 1)
     rows = [
         ("steps", f"{summary.steps}{skipped} on {ranks}"),
         ("tokens/s", f"{summary.tokens_per_s:,.0f} ({summary.step_s:.3f} s per step)"),
@@ -592,8 +595,7 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
         rows.append(("predicted", f"{text}, bound by {predicted.bottleneck}"))
         if predicted.advice is not None:
             rows.append(("", f"to be faster: {predicted.advice}"))
-    if cache is not None:
-        rows += activation_rows(cache)
+    rows += activation_rows(cache) if cache is not None else []
     causes = ", ".join(f"{cause} {waited_s:.2f} s" for cause, waited_s in summary.stall_s.items() if waited_s)
     rows += [
         ("stall", f"{summary.stall_share:.1%} of the time{f' ({causes})' if causes else ''}"),

@@ -218,6 +218,7 @@ def scalars_of(line: StepReport | Evaluation) -> dict[str, float | None]:
         "bytes/read": line.nbytes_read,
         "bytes/written": line.nbytes_written,
         "bytes/crossed": line.nbytes_crossed,
+        "bytes/copied": line.nbytes_copied,
         "bytes/planned_read": line.planned_nbytes_read,
         "bytes/planned_written": line.planned_nbytes_written,
         **{f"stall_s/{cause}": waited_s for cause, waited_s in line.stall_s.items()},

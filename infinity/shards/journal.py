@@ -61,7 +61,7 @@ _MOST_RANKS = 2**20
 MOST_PLACES = 4
 #: Errors of reading a commit whose checksum is right and whose content is not.
 MALFORMED = (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError)
-_OF_RANK = re.compile(r"rank(\d+)-(\d+)[-.].*")
+_OF_RANK = re.compile(r"(rank|copy)(\d+)-(\d+)[-.].*")
 
 #: Whether a run that was interrupted goes on.
 Resume = Literal["auto", "never", "must"]
@@ -75,6 +75,11 @@ class DurabilityConfig(Config):
         "process",
         "what a committed step survives; process: any kill; power: a power cut, too, for a sync of the "
         "drives in every step",
+    )
+    copies: int = option(
+        1,
+        "places of each commit; 2: the next node's drives have it, too, and a lost node loses nothing",
+        Valid(1, 2),
     )
     every: int | None = option(
         None,
@@ -95,16 +100,17 @@ class RankFiles:
     rank: int
     generation: int = 1  # grows when a run goes on with files of another layout: on another number of ranks
     run: int = 0  # a random number that the journals of a run have in common
+    kind: str = "rank"  # or "copy": see :mod:`infinity.shards.copies`
 
     @classmethod
     def of(cls, path: Path) -> "RankFiles | None":
         """Return the names of the rank whose file ``path`` is; None: no rank's, or a lock."""
         match = _OF_RANK.fullmatch(path.name)
-        return None if match is None else cls(int(match[1]), int(match[2]))
+        return None if match is None else cls(int(match[2]), int(match[3]), kind=match[1])
 
     @property
     def stem(self) -> str:
-        return f"rank{self.rank}-{self.generation}"
+        return f"{self.kind}{self.rank}-{self.generation}"
 
     def data(self, drive: int) -> str:
         return f"{self.stem}-{drive}.bin"
@@ -253,7 +259,13 @@ def whole_numbers(values: Any, most: int = 2**63) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _record_of(number: int, body: bytes, state: bytes) -> CommitRecord:
+def parts_of_commit(record: CommitRecord) -> tuple[bytes, bytes]:
+    """Return a commit as a body and its small state, of which :func:`commit_of_parts` makes it again."""
+    body = json.dumps(_fields(record)[:-2], default=_fields, separators=(",", ":")).encode()
+    return body, record.state
+
+
+def commit_of_parts(number: int, body: bytes, state: bytes) -> CommitRecord:
     """Return a commit from its parts; raise one of ``MALFORMED`` if they are not a commit's."""
     step, units, world_size, drives, dtype, rule, base = json.loads(body)
     whole_numbers([step])
@@ -296,7 +308,7 @@ class Head:
         if magic != _HEAD_MAGIC or crc != b"%08x" % zlib.crc32(body):
             raise CorruptJournalError(f"{cls.path(journal)}: not what was written")
         rank, generation, run, oldest, in_place = (int(each) for each in body.split(b" "))
-        head = cls(RankFiles(rank, generation, run), oldest, bool(in_place))
+        head = cls(RankFiles(rank, generation, run, journal.name[:4]), oldest, bool(in_place))
         if head.owner.journal != journal.name:
             raise CorruptJournalError(
                 f"{journal}: put in the place of another rank's or generation's journal"
@@ -304,22 +316,34 @@ class Head:
         return head
 
 
-class Journal:
-    """Writes the commits of one rank on a thread of its own. Any thread may call.
+@dataclass(slots=True)
+class CommitHooks:
+    """What follows from a journal's commits.
 
     Attributes:
         landed: Called when a commit's updates are on the drive, and before committed versions are written
             in place: syncs the drive if ``durability.survives`` is power, and returns the sums of the
             blocks of each data file, which are kept with the commit.
         obsolete: Called once with the first commit behind all ranks: what an earlier generation had may go.
+        copies: The rank's :class:`~infinity.shards.copies.Copies`, which get each commit first; None: none.
+    """
+
+    landed: Callable[[], Sequence[bytes]] = tuple
+    obsolete: Callable[[], None] = lambda: None
+    copies: Any = None
+
+
+class Journal:
+    """Writes the commits of one rank on a thread of its own. Any thread may call.
+
+    Attributes:
         last: This process's last commit, which may still be being written; None: there is none.
         stands: There is a valid commit, written or being written.
     """
 
     def __init__(self, folder: Path, owner: RankFiles, *, synced: bool = False) -> None:
         self.path, self._synced = folder / owner.journal, synced
-        self.landed: Callable[[], Sequence[bytes]] = tuple
-        self.obsolete: Callable[[], None] = lambda: None
+        self.hooks = CommitHooks()
         self.last: Transfer | None = None
         self._thread = ThreadPoolExecutor(1, "infinity-commit")
         self._lock = threading.RLock()  # guards what follows
@@ -355,7 +379,11 @@ class Journal:
         if record.state:
             with _kept_or_raise():
                 unpack(record.state)  # here, beside training: it takes milliseconds
-        self.append(record, self.landed())
+        sums = self.hooks.landed()
+        if self.hooks.copies is not None:
+            newest = max(self.numbers, default=0)
+            self.hooks.copies.commit(record, sums, retires=self._head.oldest >= newest)
+        self.append(record, sums)
 
     def wait(self) -> None:
         """Block until the last commit is in the journal.
@@ -382,10 +410,10 @@ class Journal:
                 number = max([*self.numbers, self._head.oldest - 1, 0]) + 1
                 kept = [*self.numbers[-1:], number]
                 self._keep_from(kept[0])  # first: there may be blobs of a commit of this number that went
-                body = json.dumps(_fields(record)[:-2], default=_fields, separators=(",", ":")).encode()
-                crc = zlib.crc32(record.state, zlib.crc32(body))
+                body, state = parts_of_commit(record)
+                crc = zlib.crc32(state, zlib.crc32(body))
                 self._db.execute("INSERT INTO commits VALUES (?, ?, ?)", (number, body, crc))
-                for kind, blob in [(_STATE, record.state), *enumerate(sums)]:
+                for kind, blob in [(_STATE, state), *enumerate(sums)]:
                     for at in range(0, len(blob), _ROW_NBYTES):
                         part = memoryview(blob)[at : at + _ROW_NBYTES]
                         row = number, kind, part, zlib.crc32(part)
@@ -421,7 +449,7 @@ class Journal:
                 with self._writing():
                     self._set_oldest(newest)
             if self.last is not None:
-                obsolete, self.obsolete = self.obsolete, lambda: None
+                obsolete, self.hooks.obsolete = self.hooks.obsolete, lambda: None
                 obsolete()
 
     def take_over(self, record: CommitRecord) -> None:
@@ -437,9 +465,11 @@ class Journal:
     def invalidate(self) -> None:
         """Give up every commit: see [Note: writes in place]."""
         self.wait()
+        if self.hooks.copies is not None:
+            self.hooks.copies.invalidate()
         with self._lock, self._writing():
             self.stands = False
-            self.landed()
+            self.hooks.landed()
             self._set_oldest(max(self.numbers, default=0) + 1, in_place=True)
 
     def close(self) -> None:
@@ -489,7 +519,7 @@ def read_journal(path: Path) -> Contents:
                 state = _blob(run, number, _STATE)
                 if zlib.crc32(state, zlib.crc32(body)) != crc:
                     raise ValueError("checksum")
-                record = _record_of(number, body, state)
+                record = commit_of_parts(number, body, state)
                 if number >= head.oldest:
                     commits[record.step] = record
             except MALFORMED as error:

@@ -75,9 +75,9 @@ _SEEN_STEPS = 4
 class CommitInterval:
     """Chooses how many steps lie between two that are recorded, by what commits cost.
 
-    A commit writes its record, and what lies in host memory, while the next step computes. How much longer
-    that step takes is measured while every second step is recorded; then commits take at most 3.5 % of the
-    time. Where all states live on NVMe, every step is recorded.
+    A commit writes its record, what lies in host memory, and its copy, while the next step computes. How much
+    longer that step takes is measured while every second step is recorded; then commits take at most 3.5 % of
+    the time. Where all states live on NVMe and have no copy, every step is recorded.
     """
 
     def __init__(self, every: int | None) -> None:
@@ -143,8 +143,9 @@ class Records:
         return self.commits is not None and bool(self._small.packed) and not self.commits.stands
 
     def stores_residents(self, updated: Container[int]) -> bool:
-        """Return whether a commit of a step that updates these units writes units in host memory."""
-        return any(unit.index in updated or not home.reloadable for unit, home in self._residents())
+        """Return whether a commit of a step that updates these units writes more than the step itself."""
+        copied = self.commits is not None and self.commits.hooks.copies is not None
+        return copied or any(unit.index in updated or not home.reloadable for unit, home in self._residents())
 
     def _residents(self) -> Iterator[tuple[Unit, HostHome]]:
         return ((unit, unit.home) for unit in self.units if isinstance(unit.home, HostHome))
@@ -232,7 +233,7 @@ class Records:
         self._small.packed = saved.state(rank)
         self._speculation.counter = unpack(self._small.packed)["predictor"]
         if self.commits is not None:
-            self.commits.obsolete = obsolete
+            self.commits.hooks.obsolete = obsolete
             places = [-1] * len(self.units)
             if saved.own is not None:
                 self.commits.take_over(saved.own.record)

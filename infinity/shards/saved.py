@@ -1,21 +1,34 @@
-"""Finds the last commit of an interrupted run: the newest step that every rank holds whole."""
+"""Finds the last commit of an interrupted run: the newest step that every rank holds whole.
+
+[Note: brought back]
+Before the last commit is looked for, the ranks tell each other which files their nodes have. What a node
+needs and lacks is sent by one that has it, be it the rank's own or its copy, and gets the own files' names,
+the journal's last: a kill meanwhile costs nothing.
+"""
 
 import contextlib
 import errno
+import json
 import math
+import mmap
+import os
 import secrets
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from infinity.comm.ranks import Ranks
+import torch
+import torch.distributed as dist
+
+from infinity.comm.ranks import Ranks, peer_errors
 from infinity.core.config import MemoryConfig, SettingError
-from infinity.core.errors import BEGIN_ANEW, ChangedFileError, LockedError, StateError, first_line
-from infinity.core.files import is_locked
+from infinity.core.errors import BEGIN_ANEW, ChangedFileError, DiskError, LockedError, StateError, first_line
+from infinity.core.files import create_file, is_locked, open_found, sync
 from infinity.core.nbytes import BLOCK_NBYTES, Piece
 from infinity.device.machine import DTYPES
 from infinity.nvme.run_directory import RunDirectory, finished_path
-from infinity.nvme.volume import Space
+from infinity.nvme.volume import Space, open_direct
 from infinity.optim.rules import find_rule
 from infinity.shards.journal import (
     MALFORMED,
@@ -23,11 +36,15 @@ from infinity.shards.journal import (
     CommitRecord,
     Contents,
     CorruptJournalError,
+    Head,
     Journal,
     RankFiles,
     Resume,
     read_journal,
 )
+
+#: Bytes of a version that are read, sent and written at one time.
+PART_NBYTES = 8 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +67,7 @@ class SavedRank:
         """Yield each file of the rank's generation, and its locks if it is none of ``world_size`` ranks."""
         for folder in {self.journal.parent, *(path.parent for path in self.data)}:
             yield from folder.glob(f"{self.files.stem}[-.]*")
+            yield from folder.glob(f"{replace(self.files, kind='copy').stem}[-.]*")
             if self.files.rank >= world_size:
                 yield folder / f"rank{self.files.rank}.lock"
 
@@ -169,8 +187,13 @@ def clear(folders: Iterable[Path], ranks: Ranks, keep: int) -> None:
             if files is None or files.rank % ranks.world_size != ranks.rank or files.generation == keep:
                 continue
             path.unlink(missing_ok=True)
-            if files.rank >= ranks.world_size:
-                (folder / f"rank{files.rank}.lock").unlink(missing_ok=True)
+        for path in folder.glob("copy*"):
+            files = RankFiles.of(path)
+            if files is not None and files.generation != keep:
+                path.unlink(missing_ok=True)
+        for lock in folder.glob("rank*.lock"):
+            if not is_locked(lock):  # of a rank that is on another node now, or no more
+                lock.unlink(missing_ok=True)
 
 
 def _most(value: int, ranks: Ranks) -> int:
@@ -274,6 +297,201 @@ def _spaces(record: CommitRecord) -> list[Space]:
     return [Space.of(ranges) for ranges in taken]
 
 
+def pieces_of(record: CommitRecord) -> set[tuple[int, Piece]]:
+    """Return the pieces of committed versions, each with its unit: a changed one lies where none was."""
+    return {(index, piece) for index, unit in enumerate(record.units) for piece in unit.committed.pieces}
+
+
+def read_piece(fd: int, path: Path, piece: Piece, view: memoryview) -> None:
+    try:
+        moved, code = os.preadv(fd, [view], piece.offset), errno.EIO
+    except OSError as error:
+        moved, code = 0, error.errno or errno.EIO
+    if moved < piece.nbytes:
+        raise DiskError(code, "read", path, offset=piece.offset, nbytes=piece.nbytes, moved=moved)
+
+
+def parts_of(piece: Piece) -> Iterator[Piece]:
+    for at in range(0, piece.nbytes, PART_NBYTES):
+        yield Piece(piece.file, piece.offset + at, min(PART_NBYTES, piece.nbytes - at))
+
+
+class _Entry(NamedTuple):
+    """A commit that a rank finds in its directories, of an old ``rank``; ``kind`` is that of its files."""
+
+    generation: int
+    world_size: int
+    step: int
+    rank: int
+    kind: str
+    journal: str
+
+
+class _Move(NamedTuple):
+    """Files of an old rank that ``to`` lacks, and ``source`` has."""
+
+    entry: _Entry
+    source: int
+    to: int
+
+
+def bring_back(folders: Sequence[Path], ranks: Ranks, note: Callable[[str], object]) -> None:
+    """Bring the files of old ranks to the nodes that need and lack them: [Note: brought back].
+
+    All ranks call, with their directories locked. StateError: the files of a rank and their copy are lost.
+    """
+    mine = [*_entries(folders)]
+    over = any(path for folder in folders for path in folder.glob("rank*.finished"))
+    everyone: list[Any] = [(over, mine)]
+    if ranks.world_size > 1:
+        everyone *= ranks.world_size
+        with peer_errors("looking for the interrupted run's files"):
+            dist.all_gather_object(everyone, (over, mine))
+    per_node = 1 if ranks.collectives is None else ranks.collectives.nodes.per_node
+    if any(each for each, _ in everyone):
+        return  # it may be over; find_saved() knows
+    moves = _moves([[_Entry(*each) for each in entries] for _, entries in everyone], per_node)
+    if not moves:
+        return
+    group = dist.new_group(backend="gloo") if ranks.world_size > 1 else None
+    for move in moves:
+        if ranks.rank == move.source and move.to // per_node == move.source // per_node:
+            _link(Path(move.entry.journal), folders)
+        elif ranks.rank == move.source:
+            _give(Path(move.entry.journal), folders, group, move.to)
+        elif ranks.rank == move.to:
+            _take(folders, group, move.source)
+    if ranks.world_size > 1:
+        dist.barrier(group)
+        dist.destroy_process_group(group)
+    of = sorted({move.entry.rank for move in moves})
+    note(f"the files of {len(of)} ranks of the interrupted run were brought from other nodes or copies")
+
+
+def _entries(folders: Sequence[Path]) -> Iterator[_Entry]:
+    for path in (path for folder in folders for path in sorted(folder.glob("*.commits"))):
+        files = RankFiles.of(path)
+        if files is None:
+            continue
+        with contextlib.suppress(CorruptJournalError):
+            for step, record in read_journal(path).commits.items():
+                if len(_data(files, record.drives, folders)) == record.drives:
+                    yield _Entry(files.generation, record.world_size, step, files.rank, files.kind, str(path))
+
+
+def _data(files: RankFiles, drives: int, folders: Sequence[Path]) -> list[Path]:
+    places = (folder / files.data(drive) for drive in range(drives) for folder in folders)
+    return [path for path in places if path.exists()]
+
+
+def _moves(everyone: Sequence[Sequence[_Entry]], per_node: int) -> list[_Move]:
+    """Return what must be brought so that all ranks can go on after the newest commit that is whole."""
+    held = [(rank, entry) for rank, entries in enumerate(everyone) for entry in entries]
+    lost = list[int]()
+    for generation in sorted({entry.generation for _, entry in held}, reverse=True):
+        of = [(rank, entry) for rank, entry in held if entry.generation == generation]
+        size = of[0][1].world_size
+        steps = [{entry.step for _, entry in of if entry.rank == old} for old in range(size)]
+        if not (common := set.intersection(*steps)):
+            lost = lost or [old for old in range(size) if not steps[old]]
+            continue
+        # Where nothing is missing, the newest step that all ranks have in their own files is taken.
+        ways = [_moves_for(step, of, size, len(everyone), per_node) for step in sorted(common, reverse=True)]
+        return [] if [] in ways else ways[0]
+    if lost and any(entry.kind == "copy" for _, entry in held):
+        raise StateError(
+            f"of ranks {', '.join(map(str, lost))} of the interrupted run neither their own files nor their "
+            f"copies are here (durability.copies): give the directories of its other nodes; {BEGIN_ANEW}"
+        )
+    return []
+
+
+def _moves_for(
+    step: int, held: Sequence[tuple[int, _Entry]], old_size: int, size: int, per_node: int
+) -> list[_Move]:
+    moves = list[_Move]()
+    for old in range(old_size):
+        there = [(rank, entry) for rank, entry in held if (entry.rank, entry.step) == (old, step)]
+        for to in [old] if old_size == size else range(0, size, per_node):
+            near = [(rank, entry) for rank, entry in there if rank // per_node == to // per_node]
+            if not any(entry.kind == "rank" for _, entry in near):
+                source, entry = min(near or there, key=lambda each: (each[1].kind != "rank", each[0]))
+                moves.append(_Move(entry, source, to))
+    return moves
+
+
+def _renamed(path: Path) -> Path:
+    """Return the place, in the same folder, of a rank's own file whose copy is ``path``."""
+    return path.with_name(f"rank{path.name[len('copy') :]}")
+
+
+def _link(journal: Path, folders: Sequence[Path]) -> None:
+    """Give a copy that is on this node the names of the rank's own files, the journal's last."""
+    files = RankFiles.of(journal)
+    assert files is not None
+    drives = max(record.drives for record in read_journal(journal).commits.values())
+    for path in (*_data(files, drives, folders), Head.path(journal), journal):
+        _renamed(path).unlink(missing_ok=True)
+        os.link(path, _renamed(path))
+    sync(journal.parent)
+
+
+def _give(journal: Path, folders: Sequence[Path], group: Any, to: int) -> None:
+    """Send a rank's journal, and the committed versions that it names."""
+    files, records = RankFiles.of(journal), read_journal(journal).commits.values()
+    assert files is not None
+    data = _data(files, max(record.drives for record in records), folders)
+    pieces = sorted(
+        {each for record in records for _, each in pieces_of(record)}, key=lambda p: (p.file, p.offset)
+    )
+    about = {
+        "files": replace(files, kind="rank").journal, "sizes": [path.stat().st_size for path in data],
+        "pieces": [[piece.file, piece.offset, piece.nbytes] for piece in pieces],
+    }  # fmt: skip
+    for text in (json.dumps(about).encode(), Head.path(journal).read_bytes(), journal.read_bytes()):
+        dist.send(torch.tensor([len(text)], device="cpu"), to, group)
+        dist.send(torch.frombuffer(bytearray(text), dtype=torch.uint8), to, group)
+    memory = mmap.mmap(-1, PART_NBYTES)
+    room = torch.frombuffer(memory, dtype=torch.uint8)
+    for drive, path in enumerate(data):
+        fd, _ = open_direct(path, open_found, "opening")
+        for part in (part for piece in pieces if piece.file == drive for part in parts_of(piece)):
+            read_piece(fd, path, part, memoryview(memory)[: part.nbytes])
+            dist.send(room[: part.nbytes], to, group)
+        os.close(fd)
+
+
+def _take(folders: Sequence[Path], group: Any, source: int) -> None:
+    """Write what :func:`_give` sends, the journal last: until it is there, nothing is."""
+    received = []
+    for _ in range(3):
+        size = torch.zeros(1, dtype=torch.int64, device="cpu")
+        dist.recv(size, source, group)
+        came = torch.zeros(int(size), dtype=torch.uint8, device="cpu")
+        dist.recv(came, source, group)
+        received.append(came.numpy().tobytes())
+    about, head, content = json.loads(received[0]), *received[1:]
+    journal = folders[0] / about["files"]
+    files = RankFiles.of(journal)
+    assert files is not None
+    memory = mmap.mmap(-1, PART_NBYTES)
+    room = torch.frombuffer(memory, dtype=torch.uint8)
+    for drive, nbytes in enumerate(about["sizes"]):
+        path = folders[drive % len(folders)] / files.data(drive)
+        fd, _ = open_direct(path, create_file, "making")
+        os.ftruncate(fd, nbytes)
+        for part in (part for each in about["pieces"] if each[0] == drive for part in parts_of(Piece(*each))):
+            dist.recv(room[: part.nbytes], source, group)
+            os.pwrite(fd, memoryview(memory)[: part.nbytes], part.offset)
+        os.fsync(fd)
+        os.close(fd)
+    for path, text in ((Head.path(journal), head), (journal, content)):
+        with open(create_file(path), "wb") as file:
+            file.write(text)
+        sync(path)
+    sync(journal.parent)
+
+
 class RunFiles:
     """Finds the last commit of an interrupted run, or begins a run, in each directory of ``memory.nvme``.
 
@@ -293,7 +511,7 @@ class RunFiles:
         self.saved: SavedRun | None = None  # with which this run goes on
         self.journal: Journal | None = None  # of this rank; None: no process will look for its commits
         self.keep = False  # leave the files on disk at the end, if a process can go on with the run
-        self._files, directories = RankFiles(ranks.rank), list[RunDirectory]()
+        self.owner, directories = RankFiles(ranks.rank), list[RunDirectory]()
         for root in memory.nvme:
             directories.append(RunDirectory(Path(root), run_id, ranks.rank))
             stack.callback(self._end_directory, directories[-1], ranks.world_size)
@@ -301,6 +519,8 @@ class RunFiles:
         folders = [directory.path for directory in directories]
         where = ", ".join(map(str, folders))
         if resume is not None:
+            if resume != "never":
+                bring_back(folders, ranks, note)
             self.saved = saved = None if resume == "never" else find_saved(folders, ranks, note)
             self._looked = saved is None
             if saved is None and resume == "must":
@@ -315,9 +535,9 @@ class RunFiles:
                 )
             clear(folders, ranks, keep=0 if saved is None else saved.generation)
             if saved is None:
-                self._files = RankFiles(ranks.rank, run=ranks.least(secrets.randbits(48), "the run's number"))
+                self.owner = RankFiles(ranks.rank, run=ranks.least(secrets.randbits(48), "the run's number"))
             else:
-                self._files = RankFiles(ranks.rank, saved.generation + (saved.own is None), saved.run)
+                self.owner = RankFiles(ranks.rank, saved.generation + (saved.own is None), saved.run)
             for folder in folders:
                 finished_path(folder, ranks.rank).unlink(missing_ok=True)  # of a run before
         self._looked, self.keep = True, self.saved is not None
@@ -325,9 +545,9 @@ class RunFiles:
         # It comes before the data files: those without a journal are of a run that has it elsewhere.
         if resume is not None:
             folder = folders[0] if own is None else own.journal.parent
-            self.journal = Journal(folder, self._files, synced=synced)
+            self.journal = Journal(folder, self.owner, synced=synced)
             stack.callback(self.journal.close)
-        named = [directory.file(self._files.data(drive)) for drive, directory in enumerate(directories)]
+        named = [directory.file(self.owner.data(drive)) for drive, directory in enumerate(directories)]
         self.paths: Sequence[Path] = named if own is None else own.data  # one on each drive
 
     def _finish(self, directories: list[RunDirectory]) -> None:
@@ -346,7 +566,7 @@ class RunFiles:
         elif not self._looked or (self.keep and self._can_go_on):
             fresh = self.saved is not None and self.saved.own is None
             if fresh and self.journal is not None and not self.journal.numbers:
-                for path in directory.path.glob(f"{self._files.stem}[-.]*"):  # of no use without a commit
+                for path in directory.path.glob(f"{self.owner.stem}[-.]*"):  # of no use without a commit
                     path.unlink(missing_ok=True)
             directory.leave()
         elif self._can_go_on:

@@ -32,7 +32,8 @@ from infinity.observe.timeline import Timeline, WatchedEngine
 from infinity.optim.rule import Rule
 from infinity.optim.rules import CHUNK_NUMEL
 from infinity.optim.state import StateLayout, store_master
-from infinity.shards.journal import ChunkExtents, Journal, Resume, Version
+from infinity.shards.copies import Copies, open_copies
+from infinity.shards.journal import ChunkExtents, DurabilityConfig, Journal, Resume, Version
 from infinity.shards.saved import RunFiles, SavedRun
 from infinity.shards.verified import VerifiedEngine, load_sums
 
@@ -163,14 +164,15 @@ class Storage:
         return budget.settled_nbytes(room, gradients, weights)
 
     def open_files(
-        self, run_id: str, ranks: Ranks, resume: Resume | None, timeline: Timeline, *, synced: bool,
-        note: Callable[[str], object],
+        self, run_id: str, ranks: Ranks, resume: Resume | None, timeline: Timeline,
+        durability: DurabilityConfig, note: Callable[[str], object],
     ) -> None:  # fmt: skip
         """Make or find this rank's files in every directory of ``memory.nvme``; see :class:`RunFiles`."""
         if not self.memory.nvme:
             if resume == "must":
                 raise StateError(f"run.resume=must, but the run {run_id} has no directory in memory.nvme")
             return
+        synced = durability.survives == "power"
         files = RunFiles(self.memory, run_id, ranks, resume, self.stack, synced=synced, note=note)
         self.files, self.saved = files, files.saved
         own = None if files.saved is None else files.saved.own
@@ -192,12 +194,29 @@ class Storage:
             self.engine = WatchedEngine(self.engine, timeline)
         if files.journal is not None and resume != "never" and self.memory.versions == 2:
             self.commits = files.journal
-            self.commits.landed = partial(self._land_commit, len(files.paths), synced=synced)
+            self.commits.hooks.landed = partial(self._land_commit, len(files.paths), synced=synced)
+            if durability.copies > 1:
+                self.commits.hooks.copies = self._open_copies(files, ranks, note, synced=synced)
+            if self.commits.hooks.copies is not None:
+                self.stack.callback(self.commits.hooks.copies.close)
             self.stack.callback(self.commits.close)  # before the files that it syncs
+        elif durability.copies > 1:
+            note(
+                "durability.copies=2: no step of this run is kept, so none is copied; name the run (run.name)"
+            )
         self.store = ShardStore(
             self.volume, units_engine, self.host_pool, self.layout,
             versions=self.memory.versions, chunk_numel=self.chunk_numel,
         )  # fmt: skip
+
+    def _open_copies(
+        self, files: RunFiles, ranks: Ranks, note: Callable[[str], object], *, synced: bool
+    ) -> Copies | None:
+        assert self.volume is not None
+        held = None if files.saved is None or files.saved.own is None else files.saved.own.record
+        check = (lambda extent, memory: None) if self.sums is None else self.sums.check
+        folders = [path.parent for path in files.paths]
+        return open_copies(files.owner, held, folders, ranks, self.volume, check, note, synced=synced)
 
     def _land_commit(self, drives: int, *, synced: bool) -> list[bytes]:
         """Make what was written durable, and return each drive's sums of blocks; see :class:`Journal`."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -362,7 +363,12 @@ def test_a_run_whose_drive_is_its_own_folder_goes_on_and_is_removed(tmp_path: Pa
 # --- processes that end --------------------------------------------------------------------------
 
 
-def command(folder: str, slow_step: int) -> int:
+def on_node(folder: Path, node: int) -> list[str]:
+    """Settings of a rank that is a node, with a drive of its own."""
+    return [f"memory.nvme=[{folder}/node{node}]", "partition.ranks_per_node=1", "durability.copies=2"]
+
+
+def command(folder: str, slow_step: int, nodes: bool = False) -> int:
     """Run ``infinity train`` in a rank; in ``slow_step`` the last rank says so, and goes no further."""
     is_last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
 
@@ -381,6 +387,7 @@ def command(folder: str, slow_step: int) -> int:
         if slow_step == SUMMARY_STEP:
             patch.setattr(Summary, "write", die)
         given = words(Path(folder), "partition.timeout_s=200", "observe.progress=true")
+        given += on_node(Path(folder), int(os.environ["RANK"])) if nodes else []
         return main(["train", f"{folder}/recipe.yaml", *given])
 
 
@@ -391,15 +398,17 @@ def run(
     slow_step: int = STEPS + 1,
     kill: Callable[[Any], object] = lambda ranks: None,
     settings: str = "",
+    nodes: bool = False,
 ) -> list[Ended]:
     """Run the command on some ranks; ``kill`` is called in ``slow_step``, when the step before is kept."""
     folder.mkdir(exist_ok=True)
     (folder / "recipe.yaml").write_text(settings)
     words(folder)  # writes the data
-    with start_ranks(command, world_size, str(folder), slow_step, group=False) as ranks:
+    given = recipe(folder, *(on_node(folder, 0) if nodes else []))
+    with start_ranks(command, world_size, str(folder), slow_step, nodes, group=False) as ranks:
         if slow_step <= STEPS:
             ranks.reached("there", world_size - 1)
-            assert comes_true(lambda: committed_step(recipe(folder), "one") == slow_step - 1)
+            assert comes_true(lambda: committed_step(given, "one") == slow_step - 1)
             kill(ranks)
         return ranks.wait()
 
@@ -410,6 +419,20 @@ def whole_on_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("two")
     assert [end.result for end in run(folder, 2)] == [0, 0]
     return folder
+
+
+@pytest.mark.slow
+def test_a_run_whose_first_node_and_its_drives_are_lost_goes_on(tmp_path: Path, whole_on_two: Path) -> None:
+    def kill(ranks: Any) -> None:
+        for rank in range(2):
+            ranks.kill(rank)
+        shutil.rmtree(tmp_path / "node0")
+
+    run(tmp_path, 2, slow_step=5, kill=kill, nodes=True)
+    assert [end.result for end in run(tmp_path, 2, nodes=True)] == [0, 0]
+    assert metrics(tmp_path) == metrics(whole_on_two)
+    assert same(*(model(folder / "runs/one/model") for folder in (tmp_path, whole_on_two)))
+    assert not list(tmp_path.glob("node*/one"))
 
 
 @pytest.mark.slow
