@@ -59,10 +59,13 @@ def rank_and_world() -> tuple[int, int]:
 
 
 def loop(
-    folder: Path, *overrides: str, clip: float | None = 1.0, steps: int = 6,
-    before: Each = lambda step, model, optimizer: None, backward: Callable[[int], bool] = lambda step: True,
-) -> None:  # fmt: skip
-    """The plain loop, with what goes wrong in ``before`` or ``backward``."""
+    folder: Path,
+    *overrides: str,
+    clip: float | None = 1.0,
+    steps: int = 6,
+    before: Each = lambda step, model, optimizer: None,
+) -> None:
+    """The plain loop, with what goes wrong in ``before``."""
     rank, world = rank_and_world()
     factory, batch = models.build("gpt", seed=0)
     settings = [*streaming(folder, f"partition.timeout_s={TIMEOUT_S}", "memory.engine=threads"), *overrides]
@@ -71,32 +74,12 @@ def loop(
     with contextlib.closing(optimizer):
         for step in range(steps):
             before(step, model, optimizer)
-            loss = model(**batch(step, rank, world)).loss
-            if backward(step):
-                loss.backward()
+            model(**batch(step, rank, world)).loss.backward()
             optimizer.step()
         optimizer.synchronize()
 
 
 # --- what goes wrong -----------------------------------------------------------------------------
-
-
-def extra_module(folder: Path, guilty: bool) -> None:
-    def before(step: int, model: Any, optimizer: Any) -> None:
-        if guilty and step == 2:
-            with torch.no_grad():
-                model(**models.build("gpt", seed=0)[1](0, *rank_and_world()))
-
-    loop(folder, "memory.device=400KiB", before=before)
-
-
-def another_order(folder: Path, guilty: bool) -> None:
-    def before(step: int, model: Any, optimizer: Any) -> None:
-        if guilty and step == 2:
-            blocks = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))
-            blocks[0], blocks[1] = blocks[1], blocks[0]
-
-    loop(folder, before=before)
 
 
 def written_alone(folder: Path, guilty: bool) -> None:
@@ -112,10 +95,6 @@ def another_model(folder: Path, guilty: bool) -> None:
     with infinity.Init(infinity.load_recipe(overrides=streaming(folder))):
         model = torch.nn.Linear(64, 65 if guilty else 64)
     infinity.close(model)
-
-
-def skipped_backward(folder: Path, guilty: bool) -> None:
-    loop(folder, backward=lambda step: not (guilty and step == 2))
 
 
 def own_error(folder: Path, guilty: bool) -> None:
@@ -241,11 +220,8 @@ def interrupted_hook(folder: Path, guilty: bool) -> None:
 
 #: What goes wrong, the error of the rank where it does, that of the others, and what messages must say.
 SCENARIOS: tuple[tuple[Callable[[Path, bool], None], str, str, str], ...] = (
-    (extra_module, "DivergenceError", "DivergenceError", "rank 1 wants gather"),
-    (another_order, "DivergenceError", "DivergenceError", "rank 1 wants"),
     (written_alone, "DivergenceError", "DivergenceError", "rank 1 wants write"),
     (another_model, "DivergenceError", "DivergenceError", "rank 1 wants check of the model"),
-    (skipped_backward, "DivergenceError", "DivergenceError", "(step 4)"),
     (own_error, "LookupError", "PeerError", "rank 1 failed with LookupError: the data of this rank ended"),
     (own_error_while_building, "LookupError", "PeerError", "rank 1 failed with LookupError: no such model"),
     (interrupted_hook, "LookupError", "PeerError", "rank 1 failed with LookupError: in backward"),

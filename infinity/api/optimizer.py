@@ -261,8 +261,9 @@ class Optimizer(torch.optim.Optimizer):
                 "another optimizer was made for this model after this one: a model has one. For other "
                 "hyperparameters of some parameters give it parameter groups, params=[...]"
             )
-        if executor.gradients.completions.synced:
-            if self.scaler is not None and not self._scaled:
+        synced = executor.gradients.completions.synced
+        if synced or self.runtime.ranks.world_size > 1:  # others may have gradients
+            if self.scaler is not None and synced and not self._scaled:
                 raise StateError(
                     "fp16 needs its loss scaled: write optimizer.scale(loss).backward(), or set train.dtype"
                 )

@@ -33,25 +33,45 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from infinity.comm.agreement import Agreement, Call, Want
-from infinity.comm.nodes import Kept, Nodes, all_gather
+from infinity.comm.agreement import EXCHANGES, REDUCTIONS, Agreement, Call, Turn, Want
+from infinity.comm.nodes import PART_NBYTES, Kept, Nodes, all_gather
 from infinity.comm.peers import FAREWELL_S, Peers
 from infinity.core.errors import InfinityError, StateError, copied
 from infinity.device.accelerator import StreamTransfer, use_own_stream
 
 T = TypeVar("T")
 _SLICE_S = 0.25
+#: How long a rank that leaves waits for another one that wants something (s).
+LEAVE_S = 30.0
 #: An accelerator's collective in flight for this long makes this rank check, this often, on the others (s).
 _LOOK_S = 2.0
 #: NCCL's own watchdog ends the process without a word: it waits for so much longer than we do (s).
 _WATCHDOG_S = 120.0
+
+
+@dataclass(slots=True)
+class Server:
+    """Has what a rank needs to serve others; both functions are called on the collectives' thread.
+
+    ``shard`` returns the bytes of this rank's shard of a unit, and a function that reads a part of it, given
+    where it begins and its bytes; ``take`` takes in this rank's slice of gradients of other ranks, given the
+    unit, the parameters that they used, and a function that fills a tensor, given the dtype of gradients.
+    """
+
+    shard: Callable[[int], tuple[int, Callable[[int, int], Tensor]]]
+    take: Callable[[int, bytes, Callable[[Tensor, torch.dtype], None]], None]
+    served: int = 0  # collectives, in this step
+    changes: int = 0  # of weights beside steps, equal on all ranks that use the same ones
+    left: bool = False  # this rank serves no longer
 
 
 class Pending(StreamTransfer):
@@ -130,9 +150,8 @@ class Collectives:
         self, device: torch.device, timeout_s: float,
         on_failure: Callable[[BaseException], None] = lambda error: None, ranks_per_node: int | None = None,
     ) -> None:  # fmt: skip
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        self.peers = Peers(self.rank, self.world_size, timeout_s, on_failure)
+        self.peers = Peers(dist.get_rank(), dist.get_world_size(), timeout_s, on_failure)
         self._in_flight = InFlight(device, self.peers)
         self._agreement = Agreement(self.peers, self._of_all_ranks, asks_reductions=device.type != "cpu")
         self._exchanges: Any = None  # the group of :meth:`all_to_all`
@@ -155,10 +174,28 @@ class Collectives:
         if device.type != "cpu":
             self._in_flight.groups += self.nodes.groups
         self.step = 0  # calls of the optimizer's step, equal on all ranks
+        self.server: Server | None = None
         self._closed = False
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="infinity-collectives", daemon=True)
         self._thread.start()
+
+    @property
+    def rank(self) -> int:
+        return self.peers.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.peers.world_size
+
+    def serve(self, server: Server) -> None:
+        """Let ``server`` take this rank's part in what it does not want: see :mod:`infinity.comm.agreement`.
+
+        Every rank must call at the same point. Without one ranks must want the same; so they must on several
+        nodes, and on accelerators, where several collectives may have begun when a rank leaves a known order.
+        """
+        self.server = server
+        self._agreement.serves = self.nodes.count == 1 and self._in_flight.device.type == "cpu"
 
     def gather(
         self, index: int, where: str, bring: Callable[[], Tensor], kind: str = "gather",
@@ -173,8 +210,13 @@ class Collectives:
         ``(numel,)``, with the shard in its own slice; it may raise.
         """
 
-        def issue(full: Tensor) -> Tensor:
-            self.nodes.gather(full, kept)
+        def issue(full: Tensor, turn: Turn) -> Tensor:
+            if turn.whole:
+                self.nodes.gather(full, kept)
+            else:
+                nbytes = len(full) // self.world_size
+                own = full.narrow(0, self.rank * nbytes, nbytes)
+                self.nodes.gather_for(turn.ranks, nbytes, partial(own.narrow, 0), full)
             return full
 
         kind = "near" if kept is not None and kept.current else kind
@@ -182,7 +224,8 @@ class Collectives:
 
     def reduce(
         self, index: int, where: str, buffers: Callable[[], tuple[Tensor, Tensor, Tensor]], used: bytes,
-        then: Callable[[bytes], None], ready: Callable[[], object] | None = None,
+        then: Callable[[bytes, bool], None], ready: Callable[[], object] | None = None, *,
+        more: bool = False, micro: int = 0,
     ) -> Pending:  # fmt: skip
         """Start the reduction of a unit's gradients to the mean over ranks of this rank's slice.
 
@@ -193,33 +236,51 @@ class Collectives:
                 overwritten; a buffer like it for the slices that arrive; and ``(numel / world_size,)`` for
                 the mean, in the dtype of the additions.
             used: 1 for each parameter of the unit that has a gradient, 0 where the local gradient is zero.
-            then: Called with ``used`` of all ranks together.
+            then: Called with ``used`` of all ranks together, and whether no rank has more of the unit.
             ready: Waits for what every rank must have done before any goes on; may raise.
+            more: Gradients of later micro-batches follow on this rank.
+            micro: The number of the micro-batch in this step.
         """
 
-        def issue(_: object) -> bytes:
-            if not any(self._agreement.used):
-                return self._agreement.used
-            self.nodes.reduce(*buffers())
-            return self._agreement.used  # another rank may have told more of them meanwhile
+        def issue(_: object, turn: Turn) -> tuple[bytes, bool]:
+            if any(self._agreement.used):
+                full, spare, out = buffers()
+                if turn.whole:
+                    self.nodes.reduce(full, spare, out)
+                else:
+                    self.nodes.reduce_for(turn.ranks, full, out, full.dtype)
+            # another rank may have told more of them meanwhile, or that it serves
+            return self._agreement.used, self._agreement.turn.ends
 
-        return self._submit("reduce", index, where, issue, ready, then=then, used=used)
+        kind = "add" if more else "reduce"
+        return self._submit(
+            kind, index, where, issue, ready, then=lambda ended: then(*ended), used=used, micro=micro
+        )
 
-    def exchange(self, kind: str, values: Sequence[float], where: str) -> Tensor:
-        """Return all ranks' values (below 2**53), float64, ``(world_size, len(values))``; blocks."""
+    def exchange(
+        self, kind: str, values: Sequence[float] | Callable[[], Sequence[float]], where: str, count: int = 0
+    ) -> Tensor:
+        """Return all ranks' values (below 2**53), float64, ``(world_size, len(values))``; blocks.
 
-        def issue(*_: Any) -> Tensor:
-            return self._of_all_ranks(torch.tensor(list(values), dtype=torch.float64, device="cpu"))
+        A function is called on the collectives' thread when all ranks want their ``count`` values; again if
+        a rank had more to reduce before.
+        """
 
-        everyone: Tensor = self._submit(kind, len(values), where, issue).value()
+        def issue(_: object, turn: Turn) -> Tensor | None:
+            mine = [1.0, *(values() if callable(values) else values)]
+            everyone = self._of_all_ranks(torch.tensor(mine, dtype=torch.float64, device="cpu"))
+            return everyone[:, 1:] if bool(everyone[:, 0].all()) else None
+
+        everyone: Tensor = self._submit(kind, count or len(values), where, issue).value()  # type: ignore[arg-type]
         return everyone
 
     def broadcast(self, values: Tensor, index: int, where: str) -> None:
         """Let rank 0's ``values``, those of unit ``index`` in host memory, be every rank's; blocks."""
 
-        def issue(*_: Any) -> None:
+        def issue(*_: Any) -> Tensor:
             self._of_all_ranks(torch.zeros(1, device="cpu"))  # else rank 0 may end before others begin
             self._end(dist.broadcast(values, src=0, group=self._control, async_op=True), self._control)
+            return values
 
         self._submit("write", index, where, issue).wait()
 
@@ -255,7 +316,29 @@ class Collectives:
 
     def check(self, fingerprint: int, where: str) -> None:
         """Raise on every rank unless all have the same ``fingerprint``; blocks."""
-        self._submit("check", fingerprint, where, lambda *_: None).wait()
+        self._submit("check", fingerprint, where, lambda *_: True).wait()
+
+    def leave(self) -> None:
+        """Serve other ranks until all have come here, if paths have differed; at most a while without any."""
+        server = self.server
+        if server is None or not self._agreement.parted or self._closed or self.peers.error is not None:
+            return
+        ended, before, call = (
+            threading.Event(),
+            -1,
+            Call(Want.of("leave", 0, b""), (server.changes << 32) + self.step, "leave"),
+        )
+
+        def job() -> None:
+            with suppress(InfinityError, RuntimeError):
+                while self.rank not in (turn := self._agreement.reach(call, None)).ranks:
+                    self._serve(turn)
+            ended.set()
+
+        self._queue.put(job)
+        while not ended.wait(LEAVE_S) and self._agreement.asked != before:
+            before = self._agreement.asked
+        server.left = True
 
     def close(self) -> None:
         """End the thread, after the collectives that are queued."""
@@ -265,12 +348,13 @@ class Collectives:
         self.peers.close()
 
     def _submit(
-        self, kind: str, index: int, where: str, issue: Callable[[Any], Any],
+        self, kind: str, index: int, where: str, issue: Callable[[Any, Turn], Any],
         ready: Callable[[], object] | None = None, then: Callable[[Any], None] | None = None,
-        used: bytes = b"",
+        used: bytes = b"", micro: int = 0,
     ) -> Pending:  # fmt: skip
         name = f"{kind} {where} (step {self.step + 1})"
-        call = Call(Want.of(kind, index, used), self.step, name, used)
+        changes = 0 if self.server is None else self.server.changes
+        call = Call(Want.of(kind, index, used), (changes << 32) + self.step, name, used, micro)
         if self._closed:
             raise StateError(f"{kind} {where}: the collectives of this model are closed")
         pending = Pending(name, self.peers.overdue)
@@ -291,7 +375,9 @@ class Collectives:
         self._queue.put(job)
         return pending
 
-    def _attempt(self, call: Call, issue: Callable[[Any], Any], ready: Callable[[], object] | None) -> Any:
+    def _attempt(
+        self, call: Call, issue: Callable[[Any, Turn], Any], ready: Callable[[], object] | None
+    ) -> Any:
         """Return the result of one collective; raise what ``ready`` raised, after telling the others."""
         local: BaseException | None = None
         prepared: object = None
@@ -302,13 +388,49 @@ class Collectives:
             local = error
             self.peers.tell(error)
         try:
-            self._agreement.reach(call, local)
-            return issue(prepared)
+            result = None  # until it is this one's turn, and not void
+            while result is None:
+                turn = self._agreement.reach(call, local)
+                if self.rank in turn.ranks:
+                    result = issue(prepared, turn)
+                else:
+                    self._serve(turn)
+            return result
         except InfinityError as error:
             raise local or error from None
         except RuntimeError as error:
             # whose message keeps torch's first line; the others are its C++ stack
             raise local or self.peers.error or self.peers.explained(call.name, error) from None
+
+    def _serve(self, turn: Turn) -> None:
+        """Take part in what other ranks want; of what they have begun, with memory beside the budgets."""
+        kind, index, device = turn.want.kind, turn.want.item, self._in_flight.device
+        assert self.server is not None
+        self.server.served += 1
+        if kind in EXCHANGES:  # void
+            self._of_all_ranks(torch.zeros(1 + index, dtype=torch.float64, device="cpu"))
+        elif kind not in REDUCTIONS:
+            nbytes, shard = self.server.shard(index)
+            if turn.whole:
+                full = torch.empty(self.world_size * nbytes, dtype=torch.uint8, device=device)
+                for start in range(0, nbytes, PART_NBYTES):
+                    part = shard(start, min(PART_NBYTES, nbytes - start))
+                    full.narrow(0, self.rank * nbytes + start, len(part)).copy_(part)
+                self.nodes.gather(full)
+            else:
+                self.nodes.gather_for(turn.ranks, nbytes, shard, None)
+        elif any(self._agreement.used):
+
+            def fill(out: Tensor, dtype: torch.dtype) -> None:
+                if turn.whole:
+                    full, spare = (
+                        torch.zeros(self.world_size * len(out), dtype=dtype, device=device) for _ in range(2)
+                    )
+                    self.nodes.reduce(full, spare, out)
+                else:
+                    self.nodes.reduce_for(turn.ranks, None, out, dtype)
+
+            self.server.take(index, self._agreement.used, fill)
 
     def _of_all_ranks(self, mine: Tensor, group: Any = None) -> Tensor:
         """Return every rank's ``mine``, ``(n,)`` on the CPU, as ``(world_size, n)``; blocks."""
@@ -329,7 +451,8 @@ class Collectives:
             if work.is_completed():
                 break
             try:
-                if self.peers.overdue("its last collectives") is not None:
+                left = self.server is not None and self.server.left
+                if left or self.peers.overdue("its last collectives") is not None:
                     raise RuntimeError("given up")
                 if group is self._agreement.group:
                     self._agreement.call_others()

@@ -11,19 +11,26 @@ recipe may fix, but not on where they run. Shards lie where they lie without nod
 [Note: slices that are kept] What came across the border for a gather may stay in host memory until the unit's
 next update. Until then the unit is gathered within nodes only: in forward, in backward, in each micro-batch,
 and one that is frozen crosses borders once in a run.
+
+[Note: for some ranks] What only some ranks want goes in parts, through memory of a fixed size: ranks that
+serve have no memory for a unit. Only on one node.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from infinity.core.nbytes import BLOCK_NBYTES
 from infinity.device.memory import Lease
 
 #: ``all_gather_into_tensor``, under the name that newer releases of torch want.
 all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+#: What a rank sends and receives at one time: see [Note: for some ranks].
+PART_NBYTES = 2**22
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +120,47 @@ class Nodes:
             self.nbytes_crossed += came.nbytes // self.count * (self.count - 1)
             _add(out, came.chunk(self.count))
         out.div_(self.world_size)
+
+    def gather_for(
+        self, ranks: Sequence[int], nbytes: int, shard: Callable[[int, int], Tensor], full: Tensor | None
+    ) -> None:
+        """Complete ``full``, ``(world_size * nbytes,)`` uint8, on ``ranks``; it is None on others.
+
+        ``shard`` returns a part of this rank's shard of ``nbytes``, given where it begins and its bytes.
+        """
+        for start, size in self._parts(nbytes, BLOCK_NBYTES):
+            part = shard(start, size)
+            mine = size if full is not None else 0
+            arrived = self._send(
+                part.repeat(len(ranks)), [size * (r in ranks) for r in self.all], [mine] * self.world_size
+            )
+            if full is not None:
+                full.view(self.world_size, nbytes)[:, start : start + size] = arrived.view(-1, size)
+
+    def reduce_for(self, ranks: Sequence[int], full: Tensor | None, out: Tensor, dtype: torch.dtype) -> None:
+        """Leave in ``out`` the mean over all ranks, of which only ``ranks`` have a ``full`` of ``dtype``."""
+        for start, size in self._parts(len(out), BLOCK_NBYTES):
+            sent, mine = out.new_empty(0, dtype=dtype), 0
+            if full is not None:
+                sent, mine = full.view(self.world_size, -1)[:, start : start + size].flatten(), size
+            arrived = self._send(sent, [mine] * self.world_size, [size * (r in ranks) for r in self.all])
+            part = out[start : start + size]
+            _add(part, arrived.chunk(len(ranks)))
+            part.div_(self.world_size)
+
+    @property
+    def all(self) -> range:
+        return range(self.world_size)
+
+    def _parts(self, count: int, quantum: int) -> Iterator[tuple[int, int]]:
+        most = max(quantum, PART_NBYTES // self.world_size // quantum * quantum)
+        return ((start, min(most, count - start)) for start in range(0, count, most))
+
+    def _send(self, sent: Tensor, counts: list[int], arriving: list[int]) -> Tensor:
+        arrived = sent.new_empty(sum(arriving))
+        work = dist.all_to_all_single(arrived, sent, arriving, counts, group=self._inner, async_op=True)
+        self._end(work, self._inner)
+        return arrived
 
 
 def _add(out: Tensor, each: Sequence[Tensor]) -> None:

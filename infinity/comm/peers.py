@@ -78,6 +78,10 @@ class Peers:
         self._thread = threading.Thread(target=self._main, name="infinity-peers", daemon=True)
         self._thread.start()
 
+    @property
+    def rank(self) -> int:
+        return self._me.rank
+
     def tell(self, error: BaseException) -> None:
         """Tell all ranks that this one cannot go on; they raise at their next wait."""
         self._fail(error)

@@ -8,7 +8,7 @@ import socket
 import statistics
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -59,9 +59,13 @@ class Ranks:
 
     def sum(self, value: float, where: str) -> float:
         """Return the sum of ``value`` over all ranks, in float64; all must call."""
+        return self.sums(lambda: [value], 1, where)[0]
+
+    def sums(self, values: Callable[[], Sequence[float]], count: int, where: str) -> list[float]:
+        """Return the sums of all ranks' ``count`` values; see :meth:`Collectives.exchange`."""
         if self.collectives is None:
-            return value
-        return float(self.collectives.exchange("sum", [value], where).sum())
+            return [*values()]
+        return [float(each.sum()) for each in self.collectives.exchange("sum", values, where, count).T]
 
     def decide(self, make: Callable[[], T], where: str) -> T:
         """Return what ``make`` returns on rank 0, or raise its error, on every rank; all must call."""

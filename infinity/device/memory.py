@@ -474,9 +474,9 @@ class CountingPool:
 
     def give_back(self) -> None:
         """Give back the leases that were held back, as soon as their users have released them."""
-        held_back, self._held_back = self._held_back, []
-        for lease in held_back:
-            lease.defer_release(False)
+        with suppress(IndexError):  # another thread may hold back, or give back, meanwhile
+            while True:
+                self._held_back.pop(0).defer_release(False)
 
     def lease(self, nbytes: int, *, who: str) -> Lease:
         lease = self._pool.try_lease(nbytes, who=who)

@@ -358,14 +358,17 @@ class Sums:
         self.here: dict[int, Gradient] = {}
         self.away: dict[int, Away] = {}  # in the order in which they left
         self._early: Away | None = None  # came ahead; only backward's thread reads it
+        self.in_parts: dict[int, Unit] = {}  # units whose gradients of this step came in parts, on any rank
+        self.micro = 0  # backward passes of this step that are over
+        self.lent: Lease | None = None  # of the queued reduction, until it begins; a part takes its room
         pool.reclaim = self._leave_again
 
     def __contains__(self, index: int) -> bool:
         return index in self.here or index in self.away
 
-    def put(self, unit: Unit, total: Gradient) -> None:
-        """Keep a unit's sum until the next micro-batch."""
-        if unit.index not in self.leaving:
+    def put(self, unit: Unit, total: Gradient, *, leaves: bool = False) -> None:
+        """Keep a unit's sum until the next micro-batch; it ``leaves`` device memory if it must."""
+        if unit.index not in self.leaving and not leaves:
             self.here[unit.index] = total
             return
         away = self.away[unit.index] = Away(total.dtype, total.used, total.lease.nbytes)
@@ -420,6 +423,8 @@ class Sums:
                 away.host.release()
         self.here.clear()
         self.away.clear()
+        self.in_parts.clear()
+        self.micro = 0
         self._early = None
 
     def _leave(self, unit: Unit, lease: Lease, away: Away) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from infinity.activations.controller import ActivationBudget, Activations
+from infinity.comm.collectives import Server
 from infinity.comm.ranks import Ranks
 from infinity.core import budget
 from infinity.core.config import MemoryConfig, SettingError
@@ -198,6 +199,9 @@ class StepExecutor(ActivationBudget):
         reduce_dtype = reduction_dtype(config, storage.layout.dtype)
         path = GradientPath(self.mover, self.updates, pool, self.host, ranks.collectives, reduce_dtype)
         stack.callback(path.close)
+        if ranks.collectives is not None:
+            shard: Any = weakly(self.mover.shard)
+            ranks.collectives.serve(Server(shard, weakly(path.take_slice)))
         pins = BackwardPins(self.prefetcher)
         of_leaves = frozenset(unit.index for leaf in leaves.values() for unit in leaf)
         accumulation = Accumulation(self.units, all_tell=bool(leaves))
@@ -360,23 +364,29 @@ class StepExecutor(ActivationBudget):
         self.gradients.take_unseen()
         self.timeline.stall("collective", self.updates.wait_for_gradients)
         self._check_complete()
-        if not self.gradients.completions.synced:
+        path, hypers, synced = self.gradients.path, self.updates.hypers, self.gradients.completions.synced
+        if self.ranks.collectives is not None:  # this rank may have used nothing
+            self.updates.records.wait_for_commit()
+        squares: dict[Any, list[float]] = {}
+
+        def values() -> list[float]:
+            path.finish_parts()
+            path.read_norms()
+            squares.clear()
+            for index in sorted(self.updates.ready):  # the same on all ranks
+                pending = self.updates.ready[index]
+                squares.setdefault(hypers.party(pending.used), []).append(pending.sum_of_squares)
+            return [float(synced), *(math.fsum(squares.get(party, ())) for party in hypers.parties)]
+
+        any_synced, *totals = self.ranks.sums(values, 1 + len(hypers.parties), "the gradient norm")
+        if not any_synced:
             self._count_step()
             return None
-        self.gradients.path.read_norms()
-        ready, squares = self.updates.ready, dict[Any, list[float]]()
-        for index in sorted(ready):  # the same on all ranks
-            squares.setdefault(self.updates.hypers.party(ready[index].used), []).append(
-                ready[index].sum_of_squares
-            )
-        totals = {
-            party: self.ranks.sum(math.fsum(each), "the gradient norm")
-            for party, each in (squares or {None: []}).items()
-        }
-        scale = self.updates.hypers.loss_scale
+        self.prefetcher.forget(self.prefetcher.staying & path.sums.in_parts.keys())  # updated elsewhere
         return {
-            party: math.sqrt(total) / scale if math.isfinite(total) else total
-            for party, total in totals.items()
+            party: math.sqrt(total) / hypers.loss_scale if math.isfinite(total) else total
+            for party, total in zip(hypers.parties, totals, strict=True)
+            if party in (squares or {None})
         }
 
     def _check_complete(self) -> None:
@@ -453,7 +463,11 @@ class StepExecutor(ActivationBudget):
         planned, training = self.updates.records.planned, self.prefetcher.training
         before, moved = self.figures.moved, (planned["read"], planned["write"])
         self.figures = PassFigures(training.on_demand, len(self.prefetcher.tiles.used), moved=moved)
-        if training.fetched is not None:
+        server = None if self.ranks.collectives is None else self.ranks.collectives.server
+        served = 0
+        if server is not None:
+            served, server.served = server.served, 0
+        if training.fetched is not None and not served:
             staging = self.mover.staging
             piece_nbytes = None if staging is None else staging.piece_nbytes
             weights = sum(self.units[index].home.fetched_nbytes(piece_nbytes) for index in training.fetched)

@@ -245,6 +245,7 @@ class FullValues:
         updates, trained = self._executor().updates, [unit for unit in units if unit.home.trains]
         updates.drain()
         updates.records.land_residents()  # whose memory is written
+        self.ranks.least(1, "averages of weights")  # no rank uses the weights any more
         with UninterruptedExit() as stack:
             with uninterrupted, all_ranks_or_raise(self.ranks, "putting averages in the place of weights"):
                 self._change(trained)
@@ -254,12 +255,15 @@ class FullValues:
                 stack.callback(self._change, trained)
                 self._change(trained)
             yield
+            self.ranks.least(1, "averages of weights")  # nor the averages
 
     def _change(self, units: Iterable[Unit]) -> None:
         """Take note that weights of units are written, or will be: copies of them are stale."""
         executor = self._executor()
         executor.hooks.release_unscoped_units()
         executor.prefetcher.forget()
+        if self.ranks.collectives is not None and self.ranks.collectives.server is not None:
+            self.ranks.collectives.server.changes += 1
         for unit in units:
             unit.renew()
             unit.allow_writes()

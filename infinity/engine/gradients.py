@@ -15,6 +15,12 @@ backward has ended, however soon it is read. So what gradients take does not dep
 and updates, and :mod:`infinity.predict.play` can predict it. On an accelerator streams order reductions, and
 memory is lent again as soon as they are issued.
 
+[Note: gradients of other ranks]
+Where ranks are on different paths (:mod:`infinity.comm.agreement`), a unit's gradient comes in parts, some of
+which this rank only owns a slice of. The parts add up like micro-batches, and the sum goes to the update at
+``step()``, when no rank has more; updates of such a unit do not start inside backward. What has no room until
+then (gradients that nothing keeps) waits on NVMe.
+
 [Note: gradients leave an accelerator]
 The hook only gives the stream of the backward pass its work. A thread with a stream of its own waits for
 that, or for the reduction, copies the gradient to host memory, takes its norm on another stream, so that the
@@ -175,6 +181,33 @@ class GradientPath:
                 self.updates.ready[index].sum_of_squares = norm**2
             self._unread.clear()
 
+    def take_slice(self, index: int, used: bytes, fill: Callable[[Tensor, torch.dtype], None]) -> None:
+        """Take in this rank's slice of gradients that only other ranks have, on the collectives' thread."""
+        unit = self.mover.units[index]
+        self.pool.give_back()  # reductions here wait for those of others
+        if self.sums.lent is not None:
+            self.sums.lent.release()
+        nbytes = unit.shard_numel * self.reduce_dtype.itemsize
+        lease = self.pool.lease(nbytes, who=f"gradient shard of {unit.name}")
+        fill(lease.tensor.view(self.reduce_dtype), unit.dtype)
+        lease.record_use()
+        self._keep(unit, Gradient(lease, self.reduce_dtype, bytearray(used)))
+
+    def _keep(self, unit: Unit, part: Gradient) -> None:
+        """Keep a part of a unit's gradient until ``step()``."""
+        self.sums.in_parts[unit.index] = unit
+        self._pass_on(unit, partial(self._add_up, unit, part, None))
+
+    def finish_parts(self) -> None:
+        """Hand over what came in parts, now that no rank has more of this step."""
+        for index, unit in sorted(self.sums.in_parts.items()):
+            if index not in self.updates.ready:
+                self._pass_on(unit, partial(self._finish, unit))
+        self.updates.wait_for_gradients()
+
+    def _finish(self, unit: Unit) -> None:
+        self._hand_over(unit, self.sums.take(unit), Weights)
+
     def reset(self) -> None:
         self.sums.clear()
         self._unread.clear()
@@ -199,21 +232,34 @@ class GradientPath:
         if self.mover.staging is None:  # else what follows on another thread may not have put the sum there
             self.sums.expect(unit)
         self._hold_back(flat, spare, lease)
+        self.sums.lent = spare if self.mover.staging is None else None
 
         def buffers() -> tuple[Tensor, Tensor, Tensor]:
+            nonlocal spare
+            if spare.lent is None:  # see take_slice
+                spare = self.pool.lease(unit.nbytes, who=f"reduction of {unit.name}")
+            self.sums.lent = None
             given, arrived = (each.tensor.view(unit.dtype) for each in (flat, spare))
             return given, arrived, lease.tensor.view(self.reduce_dtype)
 
-        def ended(used: bytes) -> None:
+        def ended(used: bytes, ends: bool) -> None:
+            self.sums.lent = None
             flat.release()
             spare.release()
             lease.record_use()
             reduced = Gradient(lease, self.reduce_dtype, bytearray(used))
-            self._pass_on(unit, partial(self._add_up, unit, reduced, weights))
+            if ends or (weights is None and unit.index not in self.sums.in_parts):
+                self._pass_on(unit, partial(self._add_up, unit, reduced, weights))
+                return
+            if weights is not None:
+                weights().release()
+            self.pool.give_back()
+            self._keep(unit, reduced)
 
         pending = self.collectives.reduce(
-            unit.index, unit.name, buffers, bytes(gradient.used), ended, self.updates.records.wait_for_commit
-        )
+            unit.index, unit.name, buffers, bytes(gradient.used), ended,
+            self.updates.records.wait_for_commit, more=weights is None, micro=self.sums.micro,
+        )  # fmt: skip
         self.updates.announce(pending)
         self._reducing = pending if self.mover.staging is None else None
 
@@ -239,7 +285,10 @@ class GradientPath:
         if weights is not None:
             self._hand_over(unit, total, weights)
         elif total is not None:
-            self.sums.put(unit, total)
+            waits = unit.home.tier is Tier.HOST or self.updates.speculation.clips
+            self.sums.put(
+                unit, total, leaves=unit.index in self.sums.in_parts and not (waits and self.host is None)
+            )
 
     def _hand_over(self, unit: Unit, total: Gradient | None, weights: TakesWeights) -> None:
         """Give a step's gradient to the update; None: see [Note: parameters without a gradient]."""
@@ -368,6 +417,7 @@ class Gradients:
         for index in self.completions.left_at_end(trained, self._open):
             self._complete(self.units[index])
         self.completions.end_backward()
+        self.path.sums.micro += 1
         self._reserve_nbytes = None
         self.path.pool.give_back()
 

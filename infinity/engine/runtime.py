@@ -312,6 +312,8 @@ class Runtime:
         if self._executor is not None:
             with uninterrupted:
                 self._executor.hooks.abort_backward()
+                if self._executor.gradients.received and self.ranks.collectives is not None:
+                    self.ranks.collectives.check(0, "zero_grad()")  # no rank has more of them
                 self._executor.gradients.reset()
 
     def synchronize(self) -> None:
@@ -433,6 +435,8 @@ class Runtime:
         """Wait for what is in flight and, to ``keep``, the last commit; return why a step is not kept."""
         lost: Exception | None = None
         updates = None if self._executor is None else self._executor.updates
+        if updates is not None and self.ranks.collectives is not None and not _is_failure(error):
+            self.ranks.collectives.leave()
         if error is not None and _is_failure(error):
             if isinstance(error, KeyboardInterrupt | SystemExit) and updates is not None:
                 updates.records.land_commit(_LANDING_S)

@@ -40,13 +40,13 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from infinity.comm.collectives import Collectives
-from infinity.comm.nodes import Kept
+from infinity.comm.nodes import PART_NBYTES, Kept
 from infinity.core.errors import StateError
 from infinity.core.lifecycle import Tier, UnitState
 from infinity.core.nbytes import Transfer, rounded, stream
 from infinity.device.accelerator import new_stream, on_stream, use_own_stream
 from infinity.device.machine import background_threads
-from infinity.device.memory import CountingPool, Lease, Pool
+from infinity.device.memory import CountingPool, HostBuffer, Lease, Pool
 from infinity.partition.unit import StoredForm, Unit
 
 _CPU = torch.device("cpu")
@@ -254,6 +254,22 @@ class UnitMover:
                 unit.lifecycle.move(S.FETCHING if unit.home.tier is Tier.NVME else S.UPLOADING)
             decoded = self._decoding.submit(self._decode, unit, unit.stored, stored, lease)
             self._arriving[item] = stored.ready, decoded.result
+
+    def shard(self, index: int) -> tuple[int, Callable[[int, int], Tensor]]:
+        """Return the bytes of this rank's shard of a unit, and what reads a part of it for other ranks."""
+        unit, lease = self.units[index], self.units[index].home.lease
+        nbytes = unit.shard_nbytes if unit.stored is None else unit.stored.shard_nbytes
+        if lease is not None:
+            unit.home.updated_in_place()()
+            return nbytes, partial(lease.tensor.narrow, 0)
+        buffer = HostBuffer(min(nbytes, PART_NBYTES))
+        device = _CPU if self.staging is None else self.staging.device
+
+        def read(start: int, size: int) -> Tensor:
+            unit.home.read(buffer.memory[:size], start).wait()
+            return buffer.tensor[:size].to(device)
+
+        return nbytes, read
 
     def stored_nbytes(self, index: int) -> int:
         """Return what the unit takes before it is decoded (bytes); 0: it comes in one step."""

@@ -323,6 +323,12 @@ class StepHypers:
             )
         return next(iter(found), None)
 
+    @property
+    def parties(self) -> list[object]:
+        """Return whatever :meth:`party` may return."""
+        adapters = {group["adapter"] for group in self.groups if group.get("adapter") is not None}
+        return [None, *sorted(adapters)]
+
     def count(self, used: Iterable[Segment]) -> None:
         """Count the committed update of these parameters; call after :meth:`runs`."""
         for segment in used:

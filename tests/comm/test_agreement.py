@@ -112,7 +112,9 @@ def steps_of(kinds: str) -> tuple[list[int], list[bytes]]:
             full.chunk(2)[ranks.rank].fill_(unit + ranks.rank)
             gathered = ours.gather(unit, f"unit {unit}", lambda: full).value()
             assert gathered.tolist() == [unit, unit, unit + 1, unit + 1]
-        ours.reduce(0, "unit 0", lambda: (full, spare, out), mine, used.append).wait()
+        ours.reduce(
+            0, "unit 0", lambda: (full, spare, out), mine, lambda each, ends: used.append(each)
+        ).wait()
         assert out.tolist() == [[1, 1], [2, 2]][ranks.rank]
         assert ranks.sum(ranks.rank, "a sum") == 1
         if kind == "e":
@@ -153,7 +155,7 @@ def late_sets() -> None:
         for unit in range(2):
             ours.gather(unit, f"unit {unit}", lambda: full).value()
         mine = b"\1\1" if ranks.rank == 0 else b"\1\0"
-        ours.reduce(0, "unit 0", lambda: (full, spare, out), mine, lambda used: None).wait()
+        ours.reduce(0, "unit 0", lambda: (full, spare, out), mine, lambda used, ends: None).wait()
         time.sleep(late_s)
         for unit in range(2):
             ours.gather(unit, f"unit {unit}", lambda: full).value()

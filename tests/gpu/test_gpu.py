@@ -155,7 +155,7 @@ def collect(device: str) -> tuple[list[float], list[float]]:
     full = torch.arange(8, dtype=torch.bfloat16, device=there)
     gathered = collectives.gather(0, "unit 0", lambda: full).value()
     spare, out = torch.empty_like(full), torch.empty(8, device=there)
-    pending = collectives.reduce(0, "unit 0", lambda: (full, spare, out), b"\1", lambda used: None)
+    pending = collectives.reduce(0, "unit 0", lambda: (full, spare, out), b"\1", lambda used, ends: None)
     pending.wait()
     result = gathered.tolist(), out.tolist()
     collectives.close()
