@@ -161,10 +161,9 @@ def run_yaml(text: str, names: dict[str, Any]) -> None:
 
 def run_json(text: str, names: dict[str, Any]) -> None:
     from infinity.data.formats import FORMATS, Reading
-    from infinity.data.sources import load_object
 
     for line in text.splitlines():
-        Reading(tuple(FORMATS)).standard(load_object(line.encode()))
+        Reading(tuple(FORMATS)).standard(line.encode())
 
 
 def run_bash(text: str, names: dict[str, Any]) -> None:

@@ -20,10 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from infinity.api.lora import check_adapter
-from infinity.api.merge import MergedModel
-from infinity.api.merge import merge as merge_adapters
 from infinity.api.save_lora import save_lora
-from infinity.api.saved import MAX_SHARD_NBYTES, convert, saved_tensors, write_companions
+from infinity.api.saved import MAX_SHARD_NBYTES, MergedModel, convert, saved_tensors, write_companions
+from infinity.api.saved import merge as merge_adapters
 from infinity.checkpoint.directory import Checkpoint
 from infinity.checkpoint.load import OnProgress, Part, cut, named_targets
 from infinity.checkpoint.quantize import Requantized, export_stored, open_together

@@ -1,33 +1,70 @@
-"""Says what a Hugging Face directory of a model holds: its tensors, of what each is made, and other files."""
+"""Says what a Hugging Face directory of a model holds, also of a base with adapters merged into its weights.
 
+[Note: a merged weight is a stored tensor]
+A model without values says which tensors a directory of it holds, and what each is made of; the base's
+checkpoint gives any range of a parameter, decoded and rounded to the compute dtype, as adapters saw it in
+training. A merged weight is such a tensor, whose ranges are changed by the adapters when they are read: in
+fp32, and rounded once. So nothing is gathered, at any size, and the files are those of an export.
+
+[Note: bitwise peft]
+``B @ A`` and the sum are those of peft's ``merge_and_unload``, in fp32 and for a block of rows at a time: the
+same bits for matrices of one block, and within rounding for larger ones.
+"""
+
+import contextlib
 import copy
 import dataclasses
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from infinity.api.adapters import SavedAdapters
+from infinity.api.lora import wrap
 from infinity.checkpoint.directory import (
     INDEX,
     SAFETENSORS,
+    Checkpoint,
+    Latest,
+    Stored,
+    View,
     layer_of,
     tokenizer_files,
     with_layer,
     without_layer,
 )
-from infinity.checkpoint.load import Part, Trace, is_transformers
-from infinity.checkpoint.writer import FilePlan, TensorSpec, copy_files, writing
+from infinity.checkpoint.forms import decode_checkpoint, read_quantization
+from infinity.checkpoint.load import (
+    CheckpointValues,
+    Converted,
+    OnProgress,
+    Part,
+    Trace,
+    Traced,
+    is_transformers,
+    named_targets,
+    parts_of,
+)
+from infinity.checkpoint.model import build_model, read_config
+from infinity.checkpoint.quantize import Requantized, export_stored
+from infinity.checkpoint.writer import FilePlan, TensorSpec, copy_files, new_directory, plan_files, writing
+from infinity.comm.ranks import ALONE, Ranks, all_ranks_or_raise
 from infinity.core.errors import CheckpointError
 from infinity.core.files import user_path
 
 #: The most bytes of values in one file of a directory.
 MAX_SHARD_NBYTES = 5 * 10**9
+#: Elements of a weight that are merged at a time; a row at least.
+_BLOCK_NUMEL = 2**21
+#: The matrices ``left`` ``(experts, rows, rank)`` and ``right`` ``(experts, rank, columns)``, fp32.
+Factors: TypeAlias = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,3 +227,279 @@ def write_companions(model: Any, files: Sequence[FilePlan], tokenizer: Any, fold
                 shutil.copyfile(source, folder / "tokenizer.json")
             else:
                 copy_files(source, found, folder)
+
+
+def _converted(model: Any, values: Mapping[str, Stored], specs: Sequence[TensorSpec]) -> dict[str, Tensor]:
+    return convert(model, {name: each.whole() for name, each in values.items()}, specs)
+
+
+@dataclass(eq=False, slots=True)
+class LowRank:
+    """The change of matrices by ``left @ right``, one of each expert, and by DoRA's magnitudes if any.
+
+    Both factors are in memory for the weight that was read last. ``by_columns``: DoRA's norms are of columns.
+    """
+
+    read: Callable[[], Factors]
+    scaling: float
+    latest: Latest[Factors]  # of all weights of a model
+    magnitude: Stored | None = None
+    by_columns: bool = False
+
+    @property
+    def needs_all_rows(self) -> bool:
+        """Whether a row depends on others."""
+        return self.by_columns and self.magnitude is not None
+
+    def apply(self, values: Tensor, first: int) -> Tensor:
+        """Return the merged rows from ``first`` on, of all experts' rows, made of ``values``, fp32."""
+        left, right = self.latest.get(self, self.read)
+        at, stop = first, first + len(values)
+        while at < stop:
+            expert, row = divmod(at, left.shape[1])
+            taken = min(stop - at, left.shape[1] - row)
+            product = left[expert, row : row + taken] @ right[expert]
+            values[at - first :][:taken].add_(product.mul_(self.scaling))
+            at += taken
+        if self.magnitude is None:
+            return values
+        magnitude = _read(self.magnitude)
+        if self.by_columns:
+            return values.mul_(magnitude / torch.linalg.norm(values, dim=0))
+        return values.mul_((magnitude[first:stop] / torch.linalg.norm(values, dim=1))[:, None])
+
+
+@dataclass(eq=False, slots=True)
+class Rows:
+    """The change of a matrix whose rows ``numbers`` are others, those of ``rows``, ``(n, columns)``."""
+
+    numbers: Sequence[int]
+    rows: Stored
+    needs_all_rows: bool = False
+
+    def apply(self, values: Tensor, first: int) -> Tensor:
+        """Return the rows from ``first`` on; ``values`` are those of the base."""
+        for i, number in enumerate(self.numbers):
+            if first <= number < first + len(values):
+                values[number - first] = _read(self.rows, i, i + 1)[0]
+        return values
+
+
+def _read(stored: Stored, first: int = 0, last: int | None = None) -> Tensor:
+    """Return rows of a stored tensor in fp32."""
+    last = stored.shape[0] if last is None else last
+    row = stored.shape[1:]
+    values = stored.read(first * row.numel(), (last - first) * row.numel(), torch.float32)
+    return values.view(last - first, *row)
+
+
+@dataclass(eq=False, slots=True)
+class MergedWeight(Stored):
+    """Represents matrices of the base as adapters change them, in the compute dtype ``dtype``."""
+
+    base: Stored
+    change: LowRank | Rows
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    block: Latest[Tensor]  # of rows, of all weights of a model
+
+    def fill(self, start: int, out: Tensor, view: View | None = None) -> None:
+        columns = self.shape[-1]
+        rows = self.shape.numel() // columns
+        at_once = rows if self.change.needs_all_rows else max(1, _BLOCK_NUMEL // columns)
+        at, stop = start, start + len(out)
+        while at < stop:
+            first = at // columns // at_once * at_once
+            last, low = min(rows, first + at_once), at - first * columns
+            block = self.block.get((self, first), partial(self._merge, first, last))
+            taken = min(stop - at, len(block) - low)
+            out[at - start : at - start + taken].copy_(block[low : low + taken])
+            at += taken
+
+    def _merge(self, first: int, last: int) -> Tensor:
+        """Return rows ``[first, last)``, flat."""
+        columns = self.shape[-1]
+        values = torch.empty((last - first) * columns, dtype=self.dtype, device="cpu")
+        Traced(self.shape, parts_of(self.base), self.dtype).fill(first * columns, values)
+        merged = self.change.apply(values.view(-1, columns).float(), first).to(self.dtype).reshape(-1)
+        if not all(end.isfinite() for end in torch.aminmax(merged)):  # which pass NaN on
+            raise CheckpointError(
+                f"{self.name}: a merged value is NaN or infinite in {self.dtype}: the adapters, or the "
+                "base, are not finite or too large, or DoRA divides by the norm of a row of zeros"
+            )
+        return merged
+
+
+class MergedModel(contextlib.AbstractContextManager["MergedModel"]):
+    """Opens a base and adapters of it as the tensors of a directory of the merged model.
+
+    ``dtype`` is the compute dtype; None: that of the base's config, or of its weights. ``config`` and
+    ``auto_class`` are those of the model that was trained; None: as the base's directory says.
+    """
+
+    def __init__(
+        self, base: Path, adapters: Path, dtype: torch.dtype | None = None, config: Any = None,
+        auto_class: Any = None,
+    ) -> None:  # fmt: skip
+        with contextlib.ExitStack() as opened:
+            saved = opened.enter_context(SavedAdapters(adapters))
+            config = read_config(base) if config is None else copy.deepcopy(config)
+            checkpoint = opened.enter_context(Checkpoint(base))
+            quantization, given = read_quantization(base), getattr(config, "dtype", None)
+            if not isinstance(given, torch.dtype):  # transformers takes that of the first weights then
+                dtypes = (each.dtype for each in checkpoint.values() if quantization is None)
+                given = next((each for each in dtypes if each.is_floating_point), torch.bfloat16)
+            self.dtype: torch.dtype = dtype or given
+            if quantization is not None:
+                decode_checkpoint(checkpoint, quantization, self.dtype)
+            with torch.device("meta"):
+                self.model = build_model(config, auto_class, self.dtype)
+                for param in self.model.parameters():
+                    param.data = param.data.to(self.dtype)
+                values = CheckpointValues(checkpoint, new=["*"], ignore=["*"])
+                values.prepare(self.model)
+                self.named = dict(named_targets(self.model))
+                self.tensors: dict[str, Stored] = {}  # by key in the directory
+                tensors = saved_tensors(self.model, self.named)
+                changed = self._changed(saved, values)
+            found: dict[str, Stored] = {}  # by name in the model
+            for name, tensor in self.named.items():
+                stored = changed.get(id(tensor)) or values.stored(tensor)
+                if stored is None:
+                    raise CheckpointError(
+                        f"{name} has no value of its shape, neither in {base} nor in {adapters}: these "
+                        "were trained on a base with other weights (new tokens or layers), which is not kept"
+                    )
+                found[name] = Traced(tensor.shape, parts_of(stored), tensor.dtype)
+            latest, makes = Latest[Mapping[str, Tensor]](), dict[frozenset[str], Any]()
+            for item in tensors:
+                key, dtype, shape = item.spec.key, item.spec.dtype, torch.Size(item.spec.shape)
+                if item.parts is None:
+                    together = {name: found[name] for name in item.sources}
+                    specs = [each.spec for each in tensors if each.sources == item.sources]
+                    make = makes.setdefault(item.sources, partial(_converted, self.model, together, specs))
+                    stored = Converted(key, shape, dtype, [*together.values()], make, latest)
+                else:
+                    parts = [Part(at, found[name], first, n) for at, name, first, n in item.parts]
+                    stored = Traced(shape, parts, dtype)
+                self.tensors[key] = stored
+            self._opened = opened.pop_all()
+
+    def _changed(self, saved: SavedAdapters, values: CheckpointValues) -> dict[int, Stored]:
+        """Return what adapters change, by id of the tensor of the base; the model stays without adapters."""
+        from peft.tuners.lora import LoraLayer
+        from peft.tuners.lora.layer import ParamWrapper
+        from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
+
+        names = {id(tensor): name for name, tensor in self.named.items()}
+        every = self.model.named_parameters(remove_duplicate=False)
+        uses = Counter(id(param) for _, param in every)
+        adapted = wrap(self.model, saved.config, saved)
+        stored = {id(tensor): each for tensor, each in saved.match(adapted)}
+        found: dict[int, Stored] = {}
+        block, latest = Latest[Tensor](), Latest[Factors]()
+
+        def change(weight: Tensor, how: LowRank | Rows) -> None:
+            base = values.stored(weight)
+            if base is None:
+                raise CheckpointError(f"{names[id(weight)]} has adapters, and is not in the base")
+            merged = MergedWeight(base, how, names[id(weight)], weight.shape, weight.dtype, block)
+            found[id(weight)] = merged
+
+        for name, module in adapted.named_modules():
+            if isinstance(module, ParamWrapper):
+                weight = module.get_param()
+                _refuse_tied(names[id(weight)], uses[id(weight)])
+                read = partial(_factors_of_experts, module, stored, weight.shape)
+                change(weight, LowRank(read, module.scaling["default"], latest))
+            elif isinstance(module, LoraLayer):
+                weight = module.get_base_layer().weight
+                _refuse_tied(names[id(weight)], uses[id(weight)])
+                change(weight, _low_rank(name, module, stored, latest))
+            elif isinstance(module, TrainableTokensWrapper) and not module.token_adapter.tied_adapter:
+                layer = module.token_adapter
+                rows, numbers = layer.trainable_tokens_delta["default"], layer.token_indices["default"]
+                change(layer.base_layer.weight, Rows(numbers, stored[id(rows)]))
+            elif isinstance(module, ModulesToSaveWrapper):
+                copies = module.modules_to_save["default"].state_dict(keep_vars=True)
+                for key, tensor in module.original_module.state_dict(keep_vars=True).items():
+                    _refuse_tied(names[id(tensor)], uses[id(tensor)])
+                    whole: Stored = stored[id(copies[key])]
+                    if isinstance(tensor, torch.nn.Parameter) and tensor.ndim:  # through what looks for NaN
+                        own = names[id(tensor)]
+                        whole = MergedWeight(whole, Rows((), whole), own, tensor.shape, tensor.dtype, block)
+                    found[id(tensor)] = whole
+        adapted.base_model.unload()
+        return found
+
+    def __exit__(self, *exc: object) -> None:
+        self._opened.close()
+
+
+def _refuse_tied(name: str, uses: int) -> None:
+    if uses > 1:
+        raise CheckpointError(
+            f"{name} is tied to another weight of the base, which the adapters leave as it is: in a merged "
+            "model both would be one. Use the adapters unmerged, or train lora.trainable_token_indices"
+        )
+
+
+def _factors_of_experts(module: Any, stored: Mapping[int, Stored], shape: torch.Size) -> Factors:
+    pair = module.lora_A["default"], module.lora_B["default"]
+    a, b = (each.of_matrix(_read(stored[id(each.weight)])) for each in pair)
+    left, right = (a, b) if module.is_left_first else (b, a)
+    return left.reshape(-1, shape[-2], left.shape[-1]), right.reshape(-1, left.shape[-1], shape[-1])
+
+
+def _low_rank(name: str, module: Any, stored: Mapping[int, Stored], latest: Latest[Factors]) -> LowRank:
+    from peft.tuners.lora import Embedding, Linear
+
+    adapter, magnitudes = "default", module.lora_magnitude_vector
+    if isinstance(module, Embedding):
+        pair, transposed = (module.lora_embedding_A[adapter], module.lora_embedding_B[adapter]), True
+    elif isinstance(module, Linear):
+        pair = module.lora_A[adapter].weight, module.lora_B[adapter].weight
+        transposed = module.fan_in_fan_out
+    else:
+        raise CheckpointError(
+            f"{name} has adapters of {type(module).__name__}, which cannot be merged here; those of linear "
+            "layers and embeddings can"
+        )
+
+    def read() -> Factors:
+        a, b = (_read(stored[id(each)]) for each in pair)
+        return (a.T[None], b.T[None]) if transposed else (b[None], a[None])
+
+    magnitude = stored[id(magnitudes[adapter].weight)] if adapter in magnitudes else None
+    return LowRank(read, module.scaling[adapter], latest, magnitude, transposed)
+
+
+def merge(
+    merged: MergedModel, out: Path, *, max_shard_nbytes: int = MAX_SHARD_NBYTES, tokenizer: Any = None,
+    stored_as: Path | None = None, ranks: Ranks = ALONE, on_progress: OnProgress | None = None,
+) -> Requantized | None:  # fmt: skip
+    """Write the merged model to the new directory ``out``, as :func:`infinity.export` does; all must call.
+
+    Raises:
+        CheckpointError: The base or the adapters cannot be read, ``out`` is not free, or a merged value is
+            not finite.
+        DiskError: A drive failed or is full.
+    """
+    how: dict[str, Any] = {"ranks": ranks, "on_progress": on_progress}
+    companions = partial(write_companions, merged.model)
+    if stored_as is not None:
+        values = contextlib.nullcontext(merged.tensors)
+        return export_stored(
+            stored_as, out, merged.tensors, values, partial(companions, (), tokenizer), **how
+        )
+    specs = [TensorSpec(key, each.dtype, tuple(each.shape)) for key, each in merged.tensors.items()]
+    files = plan_files(specs, max_shard_nbytes)
+    with (
+        new_directory(files, out, prepare=partial(companions, files, tokenizer), **how) as put,
+        all_ranks_or_raise(ranks, f"writing {out}"),
+    ):
+        for spec in specs[ranks.rank :: ranks.world_size]:
+            for start, piece in merged.tensors[spec.key].pieces():
+                put(spec.key, start, piece)
+    return None

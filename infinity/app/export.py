@@ -11,9 +11,9 @@ from typing import Any, TextIO
 
 import infinity
 from infinity.api.adapters import CONFIG, VALUES
-from infinity.api.merge import MergedModel
-from infinity.api.merge import merge as merge_adapters
 from infinity.api.save_lora import split_experts
+from infinity.api.saved import MergedModel
+from infinity.api.saved import merge as merge_adapters
 from infinity.app import runs
 from infinity.app.best import best_of
 from infinity.app.samples import Writer, Writing, end_answers
@@ -79,7 +79,14 @@ def _publish(
     """Publish a directory with a model or adapters, which a run with ``recipe`` has saved, if any has."""
     if wanted.merge:
         base = base_of(saved, wanted.base if recipe is None else recipe.model.path)
-        return _merge(saved, base, out, wanted, recipe, on_progress)
+        dtype, tokenizer = None, base if tokenizer_files(base) else None
+        if recipe is not None:
+            dtype = None if recipe.train.dtype == "auto" else DTYPES[recipe.train.dtype]
+            tokenizer = tokenizer_of(recipe)
+        with MergedModel(base, saved, dtype) as merged:
+            end_answers(merged.model, tokenizer)
+            how: dict[str, Any] = {"stored_as": base if wanted.stored else None, "on_progress": on_progress}
+            return merge_adapters(merged, out, tokenizer=tokenizer, **how)
     if wanted.per_expert:
         config = read_config(base_of(saved, wanted.base))
         _copy(saved, out, lambda copied: split_experts(saved, copied, config))
@@ -88,13 +95,12 @@ def _publish(
     for needed in values or [saved / "config.json"]:
         if not needed.is_file():
             raise CheckpointError(f"{needed.parent} holds no {needed.name}, so it is no saved model")
-    if values:
+    if not values:
+        Checkpoint(saved).close()  # every file is there, and as long as it says
+    if values or recipe is None or not wanted.stored:
         _copy(saved, out)
         return None
-    with Checkpoint(saved) as kept:  # every file is there, and as long as it says
-        if recipe is None or not wanted.stored:
-            _copy(saved, out)
-            return None
+    with Checkpoint(saved) as kept:
         others = (path for path in _files_of(saved) if path.suffix != ".safetensors")
         prepare = partial(copy_files, saved, [path for path in others if path.name != SAFETENSORS + INDEX])
         like, given = Path(str(recipe.model.path)), contextlib.nullcontext(kept)
@@ -157,21 +163,6 @@ def base_of(adapters: Path, given: str | Path | None) -> Path:
             "--base DIR"
         )
     return base
-
-
-def _merge(
-    adapters: Path, base: Path, out: Path, wanted: Wanted, recipe: Recipe | None,
-    on_progress: OnProgress | None,
-) -> Requantized | None:  # fmt: skip
-    """Write the model of ``base`` with adapters merged to ``out``, in the dtype of a run's ``recipe``."""
-    dtype, tokenizer = None, base if tokenizer_files(base) else None
-    if recipe is not None:
-        dtype = None if recipe.train.dtype == "auto" else DTYPES[recipe.train.dtype]
-        tokenizer = tokenizer_of(recipe)
-    with MergedModel(base, adapters, dtype) as merged:
-        end_answers(merged.model, tokenizer)
-        stored_as = base if wanted.stored else None
-        return merge_adapters(merged, out, tokenizer=tokenizer, stored_as=stored_as, on_progress=on_progress)
 
 
 def _why_plain(recipe: Recipe, wanted: Wanted) -> str:

@@ -24,21 +24,6 @@ class UnitState(Enum):
     GATHERED = "full buffer, parameters view it"
 
 
-S = UnitState
-
-#: With one rank and no accelerator the staging buffer is the full buffer, so FETCHING leads straight to
-#: GATHERED. Every state may fall back to where the unit lives (ON_NVME or ON_HOST): that is a release, or a
-#: copy that an update made stale. A unit that is nowhere else moves between the two with its home.
-ALLOWED: dict[UnitState, frozenset[UnitState]] = {
-    S.ON_NVME: frozenset({S.FETCHING, S.ON_HOST}),
-    S.FETCHING: frozenset({S.ON_HOST, S.UPLOADING, S.GATHERING, S.GATHERED, S.ON_NVME}),
-    S.ON_HOST: frozenset({S.UPLOADING, S.GATHERING, S.GATHERED, S.ON_NVME}),
-    S.UPLOADING: frozenset({S.GATHERING, S.GATHERED, S.ON_HOST, S.ON_NVME}),
-    S.GATHERING: frozenset({S.GATHERED, S.ON_HOST, S.ON_NVME}),
-    S.GATHERED: frozenset({S.ON_HOST, S.ON_NVME}),
-}
-
-
 class SlotState(Enum):
     """Lists the states of a saved activation, each with the memory that it costs on this rank."""
 
@@ -46,17 +31,6 @@ class SlotState(Enum):
     STORING = "its storage + what it is copied to"
     STORED = "an extent, or host memory"
     LOADING = "the same + a storage being filled"
-
-
-#: A store that fails, or is not worth it any more, falls back to RESIDENT; a load that fails to STORED.
-#: What was loaded is RESIDENT, and STORED again when its readers are done. A storage that
-#: another reference kept alive is RESIDENT without a load.
-SLOT_ALLOWED: dict[SlotState, frozenset[SlotState]] = {
-    SlotState.RESIDENT: frozenset({SlotState.STORING, SlotState.STORED}),
-    SlotState.STORING: frozenset({SlotState.STORED, SlotState.RESIDENT}),
-    SlotState.STORED: frozenset({SlotState.LOADING, SlotState.RESIDENT}),
-    SlotState.LOADING: frozenset({SlotState.RESIDENT, SlotState.STORED}),
-}
 
 
 class UpdateState(Enum):
@@ -68,16 +42,32 @@ class UpdateState(Enum):
     VALIDATED = "a next version that the step commits"
 
 
-#: An update is speculated when it starts before the global norm is known. One that starts afterwards, for
-#: the first time or again, has the right numbers. In a step that is forgotten none is validated.
-UPDATE_ALLOWED: dict[UpdateState, frozenset[UpdateState]] = {
-    UpdateState.HELD: frozenset({UpdateState.SPECULATED, UpdateState.VALIDATED}),
-    UpdateState.SPECULATED: frozenset({UpdateState.VALIDATED, UpdateState.ROLLED_BACK}),
-    UpdateState.ROLLED_BACK: frozenset({UpdateState.VALIDATED}),
-    UpdateState.VALIDATED: frozenset(),
+U, A, G = UnitState, SlotState, UpdateState
+#: States that may follow each.
+EDGES: dict[Any, frozenset[Any]] = {
+    # With one rank and no accelerator the staging buffer is the full buffer, so FETCHING leads straight to
+    # GATHERED. Every state may fall back to where the unit lives (ON_NVME or ON_HOST): that is a release, or
+    # a copy that an update made stale. A unit that is nowhere else moves between the two with its home.
+    U.ON_NVME: frozenset({U.FETCHING, U.ON_HOST}),
+    U.FETCHING: frozenset({U.ON_HOST, U.UPLOADING, U.GATHERING, U.GATHERED, U.ON_NVME}),
+    U.ON_HOST: frozenset({U.UPLOADING, U.GATHERING, U.GATHERED, U.ON_NVME}),
+    U.UPLOADING: frozenset({U.GATHERING, U.GATHERED, U.ON_HOST, U.ON_NVME}),
+    U.GATHERING: frozenset({U.GATHERED, U.ON_HOST, U.ON_NVME}),
+    U.GATHERED: frozenset({U.ON_HOST, U.ON_NVME}),
+    # A store that fails, or is not worth it any more, falls back to RESIDENT; a load that fails to STORED.
+    # What was loaded is RESIDENT, and STORED again when its readers are done. A storage that another
+    # reference kept alive is RESIDENT without a load.
+    A.RESIDENT: frozenset({A.STORING, A.STORED}),
+    A.STORING: frozenset({A.STORED, A.RESIDENT}),
+    A.STORED: frozenset({A.LOADING, A.RESIDENT}),
+    A.LOADING: frozenset({A.RESIDENT, A.STORED}),
+    # An update is speculated when it starts before the global norm is known. One that starts afterwards, for
+    # the first time or again, has the right numbers. In a step that is forgotten none is validated.
+    G.HELD: frozenset({G.SPECULATED, G.VALIDATED}),
+    G.SPECULATED: frozenset({G.VALIDATED, G.ROLLED_BACK}),
+    G.ROLLED_BACK: frozenset({G.VALIDATED}),
+    G.VALIDATED: frozenset(),
 }
-
-_EDGES: dict[Any, frozenset[Any]] = {**ALLOWED, **SLOT_ALLOWED, **UPDATE_ALLOWED}
 State = TypeVar("State", UnitState, SlotState, UpdateState)
 
 
@@ -90,7 +80,7 @@ class Lifecycle(Generic[State]):
 
     def move(self, state: State) -> None:
         """Go to ``state``; raise if there is no such edge."""
-        allowed = _EDGES[self.state]
+        allowed = EDGES[self.state]
         if state not in allowed:
             names = ", ".join(sorted(s.name for s in allowed))
             raise StateError(f"{self.name}: {self.state.name} -> {state.name}; allowed: {names}")

@@ -164,8 +164,16 @@ class Reading:
     formats: tuple[str, ...] = SUPERVISED
     fields: Mapping[str, str] = field(default_factory=dict)  # a column's name here: its name in the data
 
-    def standard(self, row: Record) -> Record:
-        """Return the standard form of a row; MalformedError: it has none of the formats."""
+    def standard(self, row: Any) -> Record:
+        """Return the standard form of a row; MalformedError: it has none, or is such an error itself.
+
+        A line of JSON is parsed.
+        """
+        if isinstance(row, MalformedError):
+            raise row
+        row = parse_json(row) if isinstance(row, bytes) else row
+        if not isinstance(row, dict):
+            raise MalformedError(f"wanted an object; got {_name(row)}")
         name = self.check(row)
         renamed = {ours: row[theirs] for ours, theirs in self.fields.items() if theirs in row}
         return FORMATS[name].standard(row | renamed)

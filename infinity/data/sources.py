@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from infinity.core.errors import library_errors, optional_package
 from infinity.core.files import open_regular, read_file, user_path
 from infinity.core.nbytes import format_nbytes
-from infinity.data.formats import Reading, Record, parse_json
+from infinity.data.formats import Reading, parse_json
 from infinity.data.tokenizer import DataError, MalformedError
 
 #: Text is read in whole lines, or whole words of longer ones, about this many characters at a time.
@@ -71,13 +71,6 @@ class Source(NamedTuple):
             with _parquet_file(self.path) as table:
                 of = max(1, min(of, table.num_row_groups))
         return [Source(self.path, number, of) for number in range(of)]
-
-
-class Row(NamedTuple):
-    """A row in its standard form, or why it has none; ``where`` is its place, for messages."""
-
-    where: "str | Line"
-    record: Record | MalformedError
 
 
 def find_files(names: Sequence[str], *, key: str = "data.files") -> tuple[Path, ...]:
@@ -186,19 +179,6 @@ def _suffix(path: Path) -> str:
     return "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
 
 
-def rows(source: Source, reading: Reading) -> Iterator[Row]:
-    """Yield the rows of a source in order, each in its standard form or with the reason that it has none.
-
-    DataError: the source cannot be read, or no row can have one of the formats.
-    """
-    read = READERS.get(_suffix(source.path), _saved)
-    for where, row in read(source, reading):
-        try:
-            yield Row(where, reading.standard(load_object(row)))
-        except MalformedError as error:
-            yield Row(where, error)
-
-
 class Line(NamedTuple):
     """The place of a line, by its number in a part; lines before are counted where it is shown."""
 
@@ -217,7 +197,7 @@ def _count_lines(source: Source) -> int:
         return sum(1 for _ in iter(lambda: file.readline(_MOST_LINE_NBYTES), b""))
 
 
-#: Places, and what :func:`load_object` takes.
+#: Places, and what :meth:`Reading.standard` takes.
 _Rows = Iterator[tuple[str | Line, Any]]
 
 
@@ -319,6 +299,11 @@ READERS: dict[str, Callable[[Source, Reading], _Rows]] = {
 }  # fmt: skip
 
 
+def rows(source: Source, reading: Reading) -> _Rows:
+    """Return places and rows of a source in order; DataError: it cannot be read, or no row has a format."""
+    return READERS.get(_suffix(source.path), _saved)(source, reading)
+
+
 #: Of files in a directory: what else is JSON there describes the data.
 _SUFFIXES = {".txt", *READERS} - {".json"}
 
@@ -412,16 +397,6 @@ def read_lines(source: Source) -> Iterator[tuple[int, bytes]]:
                 )
             if not line.isspace():
                 yield number, line
-
-
-def load_object(row: Any) -> Record:
-    """Return a row, of JSONL parsed; MalformedError: it is no object, or that error itself."""
-    if isinstance(row, MalformedError):
-        raise row
-    value = parse_json(row) if isinstance(row, bytes) else row
-    if not isinstance(value, dict):
-        raise MalformedError(f"wanted an object; got {'null' if value is None else type(value).__name__}")
-    return value
 
 
 @contextmanager

@@ -324,11 +324,9 @@ def encoded_rows(source: Source, reading: Reading, encode: Callable[[Record], li
     """Yield the documents of each row, given its standard form, or the error of one that is malformed."""
     if not has_rows(source.path):
         raise DataError(f"{source}: wanted rows, as of .jsonl, of format {', '.join(reading.formats)}")
-    for where, record in rows(source, reading):
+    for where, row in rows(source, reading):
         try:
-            if isinstance(record, MalformedError):
-                raise record
-            found = encode(record)
+            found = encode(reading.standard(row))
         except MalformedError as error:
             yield DataError(f"{where}: {error}")
         except DataError as error:

@@ -27,7 +27,7 @@ from infinity.core.errors import did_you_mean
 from infinity.core.nbytes import rounded
 from infinity.device.machine import LEAST_NUMEL, background_threads, compile_ahead, in_slices
 from infinity.device.memory import HostBuffer
-from infinity.optim import elementwise, lowrank, matrix  # noqa: F401  (RULES)
+from infinity.optim import elementwise, matrix  # noqa: F401  (RULES)
 from infinity.optim.rule import EMA, PIECE_NUMEL, RULES, TEMPORARIES, Rule
 
 #: Elements that the update pipeline reads, updates and writes at one time.

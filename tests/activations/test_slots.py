@@ -9,7 +9,7 @@ from torch import Tensor
 
 from infinity.activations.tensor_cache import ActivationStats, Slot, StoreQueue
 from infinity.core.errors import BudgetError, DiskError, StateError
-from infinity.core.lifecycle import SLOT_ALLOWED, Lifecycle, SlotState
+from infinity.core.lifecycle import EDGES, Lifecycle, SlotState
 from infinity.core.plan import SlotKey
 from tests.activations.stage import Stage
 from tests.helpers.faulty import Fault
@@ -32,7 +32,7 @@ def values(slot: Slot) -> Tensor:
 @pytest.mark.parametrize("to", list(S))
 def test_only_the_edges_of_the_table_exist(state, to):
     lifecycle: Lifecycle[SlotState] = Lifecycle("activation 1.0", state)
-    if to in SLOT_ALLOWED[state]:
+    if to in EDGES[state]:
         lifecycle.move(to)
         assert lifecycle.state is to
     else:

@@ -16,7 +16,7 @@ from torch import nn
 
 import infinity
 from infinity import RecipeError, add_lora, cli, save_lora
-from infinity.api import merge as merging
+from infinity.api import saved as merging
 from infinity.api.save_lora import split_experts
 from infinity.engine.runtime import runtime_of
 from tests.helpers.cases import few
@@ -481,7 +481,7 @@ def test_what_is_named_is_adapted_and_only_that_and_peft_loads_it(tmp_path, name
     [
         (
             {"target_parameters": ["mlp.experts.gate_up"]},
-            r"gate_up'.* Qwen3MoeForCausalLM ends so; did you mean 'mlp\.experts\.gate_up_proj'",
+            r"gate_up'.* Qwen3MoeForCausalLM ends so; did you mean mlp\.experts\.gate_up_proj",
         ),
         ({"target_parameters": ["nowhere"]}, r"target_parameters='nowhere': no parameter"),
         ({"dropout": 0.1}, r"lora\.dropout=0\.1: wanted 0\.0 with adapters of mlp\.experts\.down_proj"),

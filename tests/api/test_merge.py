@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 import infinity
 from infinity import CheckpointError
-from infinity.api import merge as merging
-from infinity.api.merge import MergedModel
+from infinity.api import saved as merging
+from infinity.api.saved import MergedModel
 from infinity.app.train import train as train_recipe
 from infinity.cli import main
 from tests.api.test_adapters import edit

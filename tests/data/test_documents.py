@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from infinity.data import sources as documents_module
 from infinity.data.formats import Completion, Reading, document_of
-from infinity.data.sources import Source, find_files, load_object, read_lines, read_pieces
+from infinity.data.sources import Source, find_files, read_lines, read_pieces
 from infinity.data.tokenizer import Chat, DataError, MalformedError
 from tests.helpers.cases import examples
 
@@ -135,7 +135,7 @@ def line(value: Any) -> bytes:
 
 
 def parse_record(content: bytes) -> str | Completion | Chat:
-    return document_of(Reading().standard(load_object(content)))
+    return document_of(Reading().standard(content))
 
 
 def test_the_kind_of_a_record_follows_from_its_fields() -> None:

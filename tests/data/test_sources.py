@@ -146,7 +146,8 @@ def test_a_byte_order_mark_is_no_part_of_a_row(tmp_path: Path, name: str) -> Non
     path = tmp_path / f"marked-{name}"
     path.write_bytes(b"\xef\xbb\xbf" + (tmp_path / name).read_bytes())
     marked, plain = (
-        [row.record for row in rows(Source(each), Reading())] for each in (path, tmp_path / name)
+        [Reading().standard(row) for _, row in rows(Source(each), Reading())]
+        for each in (path, tmp_path / name)
     )
     assert marked == plain
 
@@ -178,7 +179,8 @@ def test_a_name_of_the_hub_is_what_was_downloaded_of_it(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.chdir(tmp_path)
     found = find_files(["some/chats/data/train*"])
-    assert [rows(Source(file), Reading()).__next__().record for file in found] == [
+    first = (next(rows(Source(file), Reading()))[1] for file in found)
+    assert [Reading().standard(row) for row in first] == [
         {"text": "train-0"}, {"text": "train-1"}
     ]  # fmt: skip
     with pytest.raises(DataError, match=r"has files of train and test-0\.jsonl: give those to train on"):
@@ -247,8 +249,9 @@ def test_a_typo_in_fields_is_found_before_a_row_is_read(tmp_path: Path) -> None:
 def test_columns_that_no_format_reads_stay_where_they_are(tmp_path: Path) -> None:
     pytest.importorskip("datasets")
     write_parquet(tmp_path / "a.parquet")
-    (row, *_) = rows(Source(tmp_path / "a.parquet"), Reading(fields={"text": "id"}, formats=("text",)))
-    assert row.record == {"text": 0}
+    reading = Reading(fields={"text": "id"}, formats=("text",))
+    ((_, row), *_) = rows(Source(tmp_path / "a.parquet"), reading)
+    assert reading.standard(row) == {"text": 0}
     seen = [each for _, each in sources.READERS[".parquet"](Source(tmp_path / "a.parquet"), Reading())]
     assert not isinstance(seen[0], MalformedError)
     assert seen[0].keys() == {"prompt", "completion"}

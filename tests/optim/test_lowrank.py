@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from infinity.core.config import SettingError
-from infinity.optim.lowrank import _random
+from infinity.optim.matrix import _random
 from infinity.optim.rules import OptimConfig, find_rule
 
 

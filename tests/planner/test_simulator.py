@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.core.lifecycle import SLOT_ALLOWED, SlotState
+from infinity.core.lifecycle import EDGES, SlotState
 from infinity.core.plan import (
     ActivationPlan,
     BlockCall,
@@ -473,7 +473,7 @@ class CheckedSlot(simulator._Slot):
 
     def __setattr__(self, name: str, value: object) -> None:
         if name == "state" and isinstance(before := getattr(self, "state", None), SlotState):
-            assert value in SLOT_ALLOWED[before], f"{before} -> {value}"
+            assert value in EDGES[before], f"{before} -> {value}"
         super().__setattr__(name, value)
 
 
