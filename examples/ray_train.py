@@ -7,6 +7,7 @@ It learns the sources of Python's own standard library, byte by byte, as example
 """
 
 import argparse
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,8 @@ def main() -> None:
     parser.add_argument("--nvme", help="a directory on a drive of each machine; default: a temporary one")
     options = parser.parse_args()
     gpus = torch.accelerator.is_available()
-    ray.init(runtime_env={"env_vars": {"PYTHONPATH": str(Path(__file__).parent)}})
+    path = f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"  # where workers find plain_loop
+    ray.init(runtime_env={"env_vars": {"PYTHONPATH": path}})
     with tempfile.TemporaryDirectory() as scratch:
         TorchTrainer(
             train,

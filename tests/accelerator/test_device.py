@@ -201,3 +201,16 @@ def test_all_that_waits_learns_of_an_update_that_fails_beside_the_step(tmp_path:
     assert run_ranks(break_an_update, 1, str(tmp_path), group=False) == [
         ("ArithmeticError('the rule')", "the rule")
     ]
+
+
+@simulated
+def test_the_doctor_measures_an_accelerator_and_its_link() -> None:
+    from infinity.app.doctor import Examination
+    from infinity.core.process import Launch
+    from infinity.recipes.loading import load_recipe
+
+    found = Examination(load_recipe(), Launch()).run(patience_s=60.0)
+    device = found.facts["device"]
+    assert found.wrong == []
+    assert min(device["upload_bytes_per_s"], device["download_bytes_per_s"]) > 0
+    assert device["memory_nbytes"] >= device["free_nbytes"] > 0
