@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from infinity.core.errors import PeerError as PeerError
     from infinity.core.errors import RecipeError as RecipeError
     from infinity.core.errors import StateError as StateError
+    from infinity.engine.sequence import SequenceRanks as SequenceRanks
     from infinity.integrations.accelerate import Accelerator as Accelerator
     from infinity.integrations.lightning import LightningStrategy as LightningStrategy
     from infinity.integrations.trainer import trainer as trainer
@@ -61,6 +62,7 @@ _HOMES = {
         "api.offload_activations": "offload_activations",
         "api.portable": "load_checkpoint save_checkpoint",
         "api.save_lora": "save_lora",
+        "engine.sequence": "SequenceRanks",
         "integrations.lightning": "LightningStrategy",
         "integrations.trainer": "trainer",
         "core.errors": "BudgetError CheckpointError DiskError DivergenceError InfinityError PeerError "

@@ -79,6 +79,7 @@ class Loop:
         packed = any(task.data.packed for task in self.tasks)
         mean = RankMean(optimizer, recipe.partition.timeout_s)
         self.loss = BatchLoss(model, recipe, packed=packed, mean=mean)
+        infinity.SequenceRanks(model, recipe.train.sequence_ranks)
         self.step = 0  # the last one that has begun
         self.before = self.division  # the interruption
         by_name = {task.name: task for task in self.tasks}
@@ -129,7 +130,8 @@ class Loop:
 
     @property
     def division(self) -> "Division":
-        return Division(self._recipe.train.batch_size, self._recipe.train.accumulate, world_size())
+        train = self._recipe.train
+        return Division(train.batch_size, train.accumulate, world_size() // train.sequence_ranks)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place of the run, which the optimizer commits with the step."""

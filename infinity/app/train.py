@@ -236,7 +236,7 @@ def _check_sizes(recipe: Recipe, device: torch.device) -> None:
     for count, most, what, advice in (
         (numel, host, f"{weights} of model.d_model={model.d_model}", "model.d_model, vocab_size or d_ff"),
         (
-            recipe.rows * model.seq_len * width,
+            recipe.tokens * width,
             host if device.type == "cpu" else memory_nbytes(device)[1],
             f"{outputs} of {batch}",
             "train.batch_size or model.seq_len",
@@ -315,7 +315,7 @@ def _open_inputs(recipe: Recipe, log: Log) -> Data:
             config = replace(config, tokenizer="bytes")  # a GPT that was exported without a tokenizer
     shape = BatchShape(
         seq_len=seq_len, batch_size=recipe.train.batch_size, rank=rank(), world_size=world_size(),
-        padding=padding,
+        padding=padding, parts=recipe.train.sequence_ranks,
     )  # fmt: skip
     how = loaded_as(recipe.train.task, recipe.model) if recipe.train.task == "classify" else {}
     return open_data(

@@ -162,10 +162,10 @@ class Loader:
         for stream, count in zip(self.streams, self._counts(shape.global_batch_size)):
             for sequences, together in stream.take(count):
                 ranks = np.arange(filled, filled + len(together)) // shape.batch_size
-                parts.append(sequences.batch(together[ranks == shape.rank], together))
+                parts.append(sequences.batch(together[ranks == shape.group], together))
                 filled += len(together)
         self._taken += filled
-        return join(parts)
+        return join(parts).part(shape)
 
     def upcoming(self, micro_batches: int) -> Iterator[tuple[Stream, Ints]]:
         """Yield each stream with those of its sequences that so many micro-batches from here on have."""
@@ -208,7 +208,7 @@ class HeldOut:
         Sequences repeat if they do not fill one micro-batch.
         """
         for together in self.order(limit):
-            yield self.sequences.batch(self.shape.share(together), together)
+            yield self.sequences.batch(self.shape.share(together), together).part(self.shape)
 
     def order(self, limit: int) -> Ints:
         """Return the sequences of each of those batches, ``(batches, sequences)``, on all ranks."""

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from infinity.core.config import SettingError
 from infinity.data.tokenizer import DataError
 from infinity.data.tokens import TEXTS, Kind, Part, Tokens
 
@@ -25,22 +26,37 @@ IGNORED = -100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchShape:
-    """Sequence length, sequences per rank and micro-batch, and this rank's place among all ranks."""
+    """Sequence length, sequences per rank and micro-batch, and this rank's place among all ranks.
+
+    Groups of ``parts`` neighbouring ranks have the same sequences, of which each takes an equal part.
+    """
 
     seq_len: int
     batch_size: int
     rank: int = 0
     world_size: int = 1
     padding: int = 0  # the token after a document's end
+    parts: int = 1
+
+    def __post_init__(self) -> None:
+        if self.seq_len % self.parts:
+            near = max(1, round(self.seq_len / self.parts)) * self.parts
+            wanted = f"a multiple of train.sequence_ranks={self.parts}, such as {near}"
+            raise SettingError("model.seq_len", self.seq_len, wanted)
 
     @property
     def global_batch_size(self) -> int:
         """Sequences in one micro-batch of all ranks together."""
-        return self.batch_size * self.world_size
+        return self.batch_size * (self.world_size // self.parts)
+
+    @property
+    def group(self) -> int:
+        """Whose sequences this rank has: the number of its group."""
+        return self.rank // self.parts
 
     def share(self, together: Ints) -> Ints:
-        """Return this rank's slice of a micro-batch of all ranks."""
-        return together[self.rank * self.batch_size : (self.rank + 1) * self.batch_size]
+        """Return the slice of a micro-batch of all ranks that is this rank's, or its group's."""
+        return together[self.group * self.batch_size : (self.group + 1) * self.batch_size]
 
 
 class Batch(NamedTuple):
@@ -62,6 +78,17 @@ class Batch(NamedTuple):
     segments: Tensor | None = None
     labels: Tensor | None = None
     reference: Tensor | None = None
+
+    def part(self, shape: BatchShape) -> "Batch":
+        """Return the tokens of these sequences that are ``shape.rank``'s; of texts, padded at their ends."""
+        if shape.parts == 1:
+            return self
+        counted = torch.arange(shape.seq_len, device="cpu").expand_as(self.tokens)
+        whole = self.tokens, self.targets, counted if self.positions is None else self.positions
+        tokens, targets, positions = (
+            each.chunk(shape.parts, dim=1)[shape.rank % shape.parts] for each in whole
+        )
+        return self._replace(tokens=tokens, targets=targets, positions=positions, mask=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

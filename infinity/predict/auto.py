@@ -112,7 +112,7 @@ def is_worth_it(recipe: Recipe, device: torch.device) -> bool:
 
 def _sizes(recipe: Recipe) -> tuple[int, int, int] | None:
     """Return about how many bytes weights, states and activations of a micro-batch take; None: not known."""
-    model, tokens = recipe.model, recipe.rows * recipe.model.seq_len
+    model, tokens = recipe.model, recipe.tokens
     if model.path is None:
         width, layers, vocab_size, hidden = model.d_model, model.n_layers, model.vocab_size, model.ff_width
         weights = 2 * model.numel

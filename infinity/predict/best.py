@@ -100,7 +100,7 @@ def find_best(
     ranks = ranks or machine.devices_in_all
     sequences = _sequences(recipe)
     if tokens is not None:
-        least = ranks * recipe.model.seq_len * len(recipe.tasks)
+        least = ranks // recipe.train.sequence_ranks * recipe.model.seq_len * len(recipe.tasks)
         if tokens % least:
             of = f" of each of {len(recipe.adapters)} adapters" if recipe.adapters else ""
             near = max(1, round(tokens / least)) * least

@@ -439,11 +439,12 @@ class DryRun(Layout):
     def _record(self) -> tuple[StepTrace, Callable[[], Profile]]:
         model, train = self.model, self.recipe.train
         logits = self._auto_logits() or self.recipe.memory.logits
-        tokens, packing = (self._sequences, self.recipe.model.seq_len), self.recipe.packing
+        tokens = self._sequences, self.recipe.model.seq_len // train.sequence_ranks
+        packing = self.recipe.packing
         together = train.schedule == "layer" and model.has_experts
         timed = model.times is not None
         scored = OBJECTIVES[train.task].head
-        routed = self.recipe.rows * self.recipe.model.seq_len * (self.group if together else 1)
+        routed = self.recipe.tokens * (self.group if together else 1)
         batch = Batch(
             tokens, logits, packing, self.machine.on_accelerator, timed, together, scored,
             routed=min(routed, MANY_TOKENS) if any(unit.routed for unit in model.units) else MANY_TOKENS,
@@ -496,7 +497,7 @@ class DryRun(Layout):
         recipe, head = self.recipe, find_head(self.model.module)
         if recipe.memory.logits != "auto" or head is None:
             return None
-        rows, width = recipe.rows * recipe.model.seq_len, cast(int, head.out_features)
+        rows, width = recipe.tokens, cast(int, head.out_features)
         least = least_nbytes(rows, width, DTYPES[self.model.dtype].itemsize, trains=True)
         of_pass = self.device_nbytes  # what a pass may take beside units, as in the runtime's executor
         if self.policy == "plan" and self.budget.device_nbytes is not None:

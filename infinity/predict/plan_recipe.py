@@ -158,7 +158,7 @@ def _model_table(run: DryRun) -> Table:
     each = f"{len(recipe.adapters)} adapters x " if recipe.adapters else ""
     step = (
         f"{ranks} rank{'s' if ranks > 1 else ''}, {run.model.dtype}, {each}{recipe.train.accumulate} x "
-        f"{recipe.rows * recipe.model.seq_len:,} tokens a rank"
+        f"{recipe.tokens:,} tokens a rank"
         f"{', through each block together' * run.layered}, activations: {run.policy}"
     )
     rows = [

@@ -10,7 +10,7 @@ mean of means would weigh tokens differently. The training loop divides by the n
 
 import inspect
 import math
-import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, NamedTuple
 
@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from infinity.checkpoint.model import ARCHITECTURES, Architecture
 from infinity.core.config import Config, SettingError, Valid, setting
 from infinity.core.errors import RecipeError
+from infinity.engine.sequence import unseparated
 
 INIT_STD = 0.02
 #: Attention implementations of transformers whose masks separate packed documents at any batch size.
@@ -162,11 +163,16 @@ class Attention(nn.Module):
         self.qkv = Linear(config.d_model, 3 * config.d_model)
         self.out = Linear(config.d_model, config.d_model, std=_residual_std(config))
 
-    def forward(self, x: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor | None = None, mask: Any = None) -> Tensor:
         q, k, v = rearrange(self.qkv(x), "b s (three h d) -> three b h s d", three=3, h=self.n_heads)
         q, k = self.rotary(q, positions), self.rotary(k, positions)
-        x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
-        return self.out(rearrange(x, "b h s d -> b s (h d)"))  # type: ignore[no-any-return]
+        if callable(mask):  # of sequences that are divided over ranks
+            x = mask(q, k, v)
+        else:
+            x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None).transpose(
+                1, 2
+            )
+        return self.out(x.flatten(2))  # type: ignore[no-any-return]
 
 
 class FeedForward(nn.Module):
@@ -192,7 +198,7 @@ class Block(nn.Module):
         self.feed_forward_norm = nn.RMSNorm(config.d_model)
         self.feed_forward = FeedForward(config)
 
-    def forward(self, x: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor | None = None, mask: Any = None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), positions, mask)
         return x + self.feed_forward(self.feed_forward_norm(x))  # type: ignore[no-any-return]
 
@@ -207,6 +213,8 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.norm = nn.RMSNorm(config.d_model)
         self.head = None if config.tied else Linear(config.d_model, config.vocab_size)
+        #: Gives who attends to whom, of positions: a mask, None, or what attends by itself.
+        self.document_mask: Callable[[Tensor], Any] = _document_mask
 
     def get_output_embeddings(self) -> Linear | None:
         """Return the output layer, as models of transformers do; None: it is the embedding."""
@@ -227,7 +235,7 @@ class GPT(nn.Module):
         """
         if tokens.shape[1] > self.config.seq_len:
             raise ValueError(f"got {tokens.shape[1]} tokens; the model takes at most {self.config.seq_len}")
-        mask = None if positions is None else _document_mask(positions)
+        mask = None if positions is None else self.document_mask(positions)
         if mask is None:
             positions = None  # one document per sequence: the faster causal attention
         x = self.embedding(tokens)
@@ -276,7 +284,7 @@ class CausalLoss:
         if not self._is_gpt:
             require_causal(type(base), getattr(base, "config", None))
             if packed:
-                _require_separation(base, self._accepted)
+                _require_separation(base)
         self._aux_share = float(getattr(getattr(base, "config", None), "router_aux_loss_coef", 0.0) or 0.0)
 
     def __call__(
@@ -337,14 +345,11 @@ def require_causal(cls: Any, config: Any) -> None:
     )
 
 
-def _require_separation(model: Any, accepted: frozenset[str]) -> None:
+def _require_separation(model: Any) -> None:
     """Refuse a model that does not separate packed documents by positions, as transformers' masks do."""
     kind, attention = type(model).__name__, model.config._attn_implementation
-    stateful = any(getattr(each, "_is_stateful", False) for each in model.modules())
-    modules = {sys.modules[cls.__module__] for each in model.modules() for cls in type(each).__mro__}
-    makes_masks = any(hasattr(module, "create_causal_mask") for module in modules)
-    if stateful or "position_ids" not in accepted or not makes_masks:
-        what = f"{kind} cannot separate the documents of a packed sequence"
+    if why := unseparated(model):
+        what = why
     elif attention not in _PACKING_ATTENTION:
         what = f"{kind} with {attention} attention separates documents only at batch size 1"
     else:

@@ -150,6 +150,12 @@ class TrainConfig(Config):
         "staying in memory.device for the next ones; null: all (infinity train: as many as fit)",
         Valid(1, 10**6),
     )
+    sequence_ranks: int = option(
+        1,
+        "neighbouring ranks that divide each sequence, which may be as many times longer, and in attention "
+        "its heads (sft, pretrain)",
+        Valid(1, 2**16),
+    )
     log_every: int = option(1, "steps between lines of progress", Valid(1, 10**9))
     threads: int | None = option(
         None, "compute threads per rank; null: OMP_NUM_THREADS, or cores / local ranks", Valid(1, 1024)
@@ -165,6 +171,15 @@ class TrainConfig(Config):
         if self.sample_every is not None and self.sample_prompts is None:
             wanted = f"a file of prompts, since train.sample_every={self.sample_every}"
             raise SettingError("sample_prompts", None, wanted)
+        if self.sequence_ranks > 1:
+            if OBJECTIVES[self.task].losses is not None:
+                wanted = f"1 with train.task={self.task}, which compares or labels whole documents"
+                raise SettingError("sequence_ranks", self.sequence_ranks, wanted)
+            if self.sample_every is not None:
+                wanted = (
+                    f"null with train.sequence_ranks={self.sequence_ranks}, with which nothing is generated"
+                )
+                raise SettingError("sample_every", self.sample_every, wanted)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,6 +286,11 @@ class Recipe:
         """Return the sequences of a micro-batch on a rank: of pairs that are not packed, both documents."""
         examples = OBJECTIVES[self.train.task].data
         return self.train.batch_size * (1 if self.packing else max(1, examples.documents))
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens of a micro-batch on a rank, with padding."""
+        return self.rows * (self.model.seq_len // self.train.sequence_ranks)
 
     @property
     def clips(self) -> bool:

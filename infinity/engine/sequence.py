@@ -1,0 +1,247 @@
+"""Sequences divided over ranks: attention by heads, all else by tokens (Ulysses, arXiv:2309.14509).
+
+The ranks of a group have the same sequences, of which each computes an equal, contiguous part. Only attention
+looks at other tokens: before it, an all-to-all gives each rank the whole sequence for its share of the heads;
+after it, another returns all heads of the rank's own tokens. Backward does the same the other way around. So
+no rank holds activations of more than ``seq_len / ranks`` tokens but in attention, of ``1 / ranks`` of heads.
+"""
+
+import inspect
+import itertools
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from einops import rearrange
+from torch import Tensor, nn
+
+from infinity.comm.ranks import world_size
+from infinity.core.config import SettingError
+from infinity.core.errors import RecipeError, StateError
+from infinity.engine.runtime import runtime_of
+
+_names = map("infinity_sequence_{}".format, itertools.count())
+
+
+class SequenceRanks:
+    """Divides sequences over groups of ``count`` neighbouring ranks; all ranks must construct it.
+
+    Attributes:
+        count: Ranks of a group.
+        at: This rank's place in its group: which part of each sequence it computes.
+    """
+
+    def __init__(self, model: nn.Module, count: int) -> None:
+        if count < 1 or world_size() % count:
+            fit = [each for each in range(1, world_size() + 1) if world_size() % each == 0]
+            wanted = f"a number that divides the {world_size()} ranks: {', '.join(map(str, fit))}"
+            raise SettingError("train.sequence_ranks", count, wanted)
+        self._runtime, self.count = runtime_of(model), count
+        self.at = self._runtime.ranks.rank % count
+        if count == 1:
+            return
+        limit = timedelta(seconds=self._runtime.config.partition.timeout_s)
+        every = [
+            dist.new_group(range(first, first + count), timeout=limit)
+            for first in range(0, world_size(), count)
+        ]
+        self._group = every[self._runtime.ranks.rank // count]
+        base: Any = getattr(model, "get_base_model", lambda: model)()
+        if hasattr(base, "document_mask"):  # a model of infinity's own
+            base.document_mask = self.reach
+        else:
+            self._serve(base)
+
+    def part(self, whole: Tensor) -> Tensor:
+        """Return this rank's columns of ``whole``, ``(rows, seq_len)``."""
+        if whole.shape[1] % self.count:
+            raise SettingError(
+                "model.seq_len", whole.shape[1], f"a multiple of train.sequence_ranks={self.count}"
+            )
+        return whole.chunk(self.count, dim=1)[self.at]
+
+    def split(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """Return what this rank gives to a causal model of transformers, of whole rows of its group.
+
+        Each row is one document, padded, if at all, at its end; labels of padding are -100. The mean of the
+        losses over all ranks is the mean over all targets of this group, and so are gradients.
+        """
+        targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        mine = self.part(targets)
+        return {
+            "input_ids": self.part(input_ids), "position_ids": self.part(positions),
+            "labels": mine, "shift_labels": mine,
+            "num_items_in_batch": (targets != -100).sum() / self.count,
+        }  # fmt: skip
+
+    def reach(self, positions: Tensor, allowed: Callable[..., Any] | None = None) -> "Reach":
+        """Return who attends to whom; ``positions`` are those of this rank's tokens in their documents."""
+        mine = positions.contiguous()
+        every = [torch.empty_like(mine) for _ in range(self.count)]
+        self._call("positions of documents", partial(dist.all_gather, every, mine))
+        whole = torch.cat(every, 1).cpu()
+        begins = torch.ones_like(whole, dtype=torch.bool)
+        begins[:, 1:] = whole[:, 1:] != whole[:, :-1] + 1
+        rows = [[*row.nonzero().flatten().tolist(), whole.shape[1]] for row in begins]
+        return Reach(self, tuple(tuple(itertools.pairwise(row)) for row in rows), allowed)
+
+    def exchange(self, given: Tensor) -> Tensor:
+        """Return what the group's ranks give to this one, ``(count, ...)``; ``given`` is for each of them."""
+        arrived = torch.empty_like(given)
+        self._call("heads of attention", partial(dist.all_to_all_single, arrived, given))
+        return arrived
+
+    def _call(self, what: str, collective: Callable[..., Any]) -> None:
+        try:
+            collective(group=self._group)
+        except RuntimeError as error:
+            raise self._runtime.peer_error(f"{what} between ranks of a sequence", error) from error
+
+    def _serve(self, model: Any) -> None:
+        """Make a model of transformers attend over the group."""
+        if why := unseparated(model):
+            raise RecipeError(f"train.sequence_ranks={self.count}: {why}; wanted 1")
+        if not model._supports_sdpa:
+            raise RecipeError(
+                f"train.sequence_ranks={self.count}: {type(model).__name__} has attention that torch's "
+                "scaled_dot_product_attention does not compute; wanted 1"
+            )
+        from transformers import AttentionInterface, AttentionMaskInterface
+
+        name, positions = next(_names), list[Tensor]()
+
+        def begin(_: nn.Module, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            if given.get("position_ids") is None:
+                raise StateError(
+                    f"with train.sequence_ranks={self.count} a forward takes a rank's part of the sequences "
+                    "with their position_ids, as infinity.SequenceRanks(model, ...).split returns them; "
+                    "nothing is generated"
+                )
+            positions[:] = [given["position_ids"]]
+            # Documents are separated by positions; a mask keeps the library from doing so within the part.
+            return args, given | {"attention_mask": torch.ones_like(positions[0])}
+
+        AttentionInterface.register(name, _attend)
+        AttentionMaskInterface.register(
+            name, lambda *_, **how: self.reach(positions[0], how["mask_function"])
+        )
+        model.set_attn_implementation(name)
+        model.register_forward_pre_hook(begin, with_kwargs=True)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reach:
+    """Which tokens attend to which, in the whole sequences of a micro-batch: stands for its mask.
+
+    Attributes:
+        documents: First and last (exclusive) token of each document, of each row.
+        allowed: Whether a token attends to another within its document, as transformers' masks say it of
+            row, head and both positions; None: to all before it.
+    """
+
+    ranks: SequenceRanks
+    documents: tuple[tuple[tuple[int, int], ...], ...]
+    allowed: Callable[..., Any] | None
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
+        """Return attention of this rank's tokens, ``(b, s, heads, d)``; inputs are ``(b, heads, s, d)``."""
+        heads, few, count = query.shape[1], key.shape[1], self.ranks.count
+        if heads % count or (few % count and count % few):
+            raise SettingError(
+                "train.sequence_ranks", count,
+                f"a number that divides the {heads} heads of attention, and the {few} heads of keys or a "
+                "multiple of them",
+            )  # fmt: skip
+        if few < count:  # each rank has a copy of the head that its queries look at
+            key, value = (each.repeat_interleave(count // few, dim=1) for each in (key, value))
+        query, key, value = (_by_heads(each, self.ranks) for each in (query, key, value))
+        return _by_tokens(self._attended(query, key, value, how), self.ranks)
+
+    def _attended(self, query: Tensor, key: Tensor, value: Tensor, how: Mapping[str, Any]) -> Tensor:
+        """Return attention of some heads over whole sequences, ``(b, heads, seq_len, d)``."""
+        if len(set(self.documents)) == 1:  # all rows alike
+            rows = [(slice(None), self.documents[0])]
+        else:
+            rows = [(slice(row, row + 1), each) for row, each in enumerate(self.documents)]
+        parts = [
+            torch.cat([self._within(query[row], key[row], value[row], *each, how) for each in documents], 2)
+            for row, documents in rows
+        ]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def _within(
+        self, query: Tensor, key: Tensor, value: Tensor, first: int, last: int, how: Mapping[str, Any]
+    ) -> Tensor:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+        from transformers.masking_utils import causal_mask_function
+
+        mask = None
+        if self.allowed is not None and self.allowed is not causal_mask_function:
+            places = torch.arange(last - first, device=query.device)
+            zero = places.new_zeros(())
+            mask = self.allowed(zero, zero, places[:, None], places[None, :])[None, None]
+        of = SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1], is_causal=True)
+        query, key, value = (each[:, :, first:last] for each in (query, key, value))
+        found: Tensor = sdpa_attention_forward(of, query, key, value, mask, **how)[0]
+        return found.transpose(1, 2)
+
+
+def _attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, dropout: float = 0.0,
+    scaling: float | None = None, **given: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Attend as functions that are registered with transformers do."""
+    unknown = [name for name in ("softcap", "s_aux", "position_bias") if given.get(name) is not None]
+    if unknown or not isinstance(attention_mask, Reach):
+        raise RecipeError(
+            f"train.sequence_ranks: {type(module).__name__} attends with {', '.join(unknown) or 'no mask'}, "
+            "which is not divided over ranks; wanted 1"
+        )
+    return attention_mask(query, key, value, dropout=dropout, scaling=scaling), None
+
+
+class _Exchange(torch.autograd.Function):
+    """Exchanges values of each rank for each rank, ``(ranks, ...)``; gradients take the same way back."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, ranks: SequenceRanks) -> Tensor:
+        ctx.ranks = ranks
+        return ranks.exchange(given)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return ctx.ranks.exchange(gradient.contiguous()), None
+
+
+def _exchanged(given: Tensor, ranks: SequenceRanks) -> Tensor:
+    found: Tensor = _Exchange.apply(given.contiguous(), ranks)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _by_heads(given: Tensor, ranks: SequenceRanks) -> Tensor:
+    """From all heads of some tokens, ``(b, heads, s, d)``, to some heads of all tokens."""
+    apart = rearrange(given, "b (r h) s d -> r b h s d", r=ranks.count)
+    return rearrange(_exchanged(apart, ranks), "r b h s d -> b h (r s) d")
+
+
+def _by_tokens(given: Tensor, ranks: SequenceRanks) -> Tensor:
+    """From some heads of all tokens, ``(b, heads, s, d)``, to all of some, ``(b, s, heads, d)``."""
+    apart = rearrange(given, "b h (r s) d -> r b s h d", r=ranks.count)
+    return rearrange(_exchanged(apart, ranks), "r b s h d -> b s (r h) d")
+
+
+def unseparated(model: Any) -> str | None:
+    """Return why a model of transformers does not separate packed documents by positions; None: it does."""
+    stateful = any(getattr(each, "_is_stateful", False) for each in model.modules())
+    modules = {sys.modules[cls.__module__] for each in model.modules() for cls in type(each).__mro__}
+    makes_masks = any(hasattr(module, "create_causal_mask") for module in modules)
+    if stateful or "position_ids" not in inspect.signature(model.forward).parameters or not makes_masks:
+        return f"{type(model).__name__} cannot separate the documents of a packed sequence"
+    return None

@@ -1,0 +1,103 @@
+"""Sequences that are divided over ranks train as whole ones do."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig
+from transformers import MistralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+import infinity
+from infinity.core.config import SettingError
+from infinity.core.errors import RecipeError, StateError
+from infinity.recipes.models import CausalLoss
+from tests.helpers.cases import LONG
+from tests.helpers.launch import run_ranks
+
+SIZES = dict(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=8,
+    head_dim=4, max_position_embeddings=64, pad_token_id=0,
+)  # fmt: skip
+MODELS: dict[str, Any] = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {"num_key_value_heads": 8}),
+    "few key heads": (LlamaForCausalLM, LlamaConfig, {"num_key_value_heads": 2}),
+    "sliding": (MistralForCausalLM, MistralConfig, {"num_key_value_heads": 4, "sliding_window": 5}),
+    "experts": (
+        Qwen3MoeForCausalLM, Qwen3MoeConfig,
+        {"num_key_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    ),
+}  # fmt: skip
+SEQ_LEN = 16
+
+
+def model_of(name: str) -> Any:
+    cls, config, more = MODELS[name]
+    torch.manual_seed(1)
+    return cls(config(**SIZES, **more))
+
+
+def rows() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return tokens, targets and positions: documents that cross the borders of parts, and one that does not."""
+    made = torch.Generator().manual_seed(3)
+    tokens = torch.randint(1, 64, (4, SEQ_LEN), generator=made)
+    targets = torch.randint(1, 64, (4, SEQ_LEN), generator=made)
+    targets[0, :9] = -100
+    lengths = [[16], [5, 11], [3, 6, 7], [8, 8]]
+    positions = torch.stack([torch.cat([torch.arange(n) for n in each]) for each in lengths])
+    return tokens, targets, positions
+
+
+def whole(name: str, packed: bool) -> tuple[float, dict[str, torch.Tensor]]:
+    """Return the loss and the gradients of plain PyTorch, on one process."""
+    model, (tokens, targets, positions) = model_of(name), rows()
+    given = positions if packed else torch.arange(SEQ_LEN).expand_as(positions)
+    loss = CausalLoss(model, packed=packed)(tokens, targets, given) / (targets >= 0).sum()
+    loss.backward()
+    return loss.item(), {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+
+
+def divided(name: str, packed: bool, count: int, folder: str | None, checkpointed: bool = False) -> Any:
+    memory = [f"memory.nvme=[{folder}]"] if folder else []
+    with infinity.Init(infinity.load_recipe(overrides=["train.dtype=fp32", "memory.host=1GiB", *memory])):
+        model = model_of(name)
+    if checkpointed:
+        model.gradient_checkpointing_enable()
+        model.train()
+    optimizer = infinity.optim.SGD(model, lr=1.0, momentum=0.0)
+    before = full(model)
+    of, ranks = CausalLoss(model, packed=packed), infinity.SequenceRanks(model, count)
+    group, groups = dist.get_rank() // count, dist.get_world_size() // count
+    tokens, targets, positions = rows()
+    given = positions if packed else torch.arange(SEQ_LEN).expand_as(positions)
+    mine = [ranks.part(each.chunk(groups)[group]) for each in (tokens, targets, given)]
+    loss = of(*mine) / ((targets >= 0).sum() / dist.get_world_size())
+    loss.backward()
+    optimizer.step()
+    after = full(model)
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    infinity.close(model)
+    return total.item() / dist.get_world_size(), {key: before[key] - after[key] for key in before}
+
+
+def full(model: Any) -> dict[str, torch.Tensor]:
+    with infinity.gathered(model):
+        return {key: p.detach().clone() for key, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("name", "packed", "world", "count"),
+    [("few key heads", True, 4, 4), ("sliding", True, 2, 2), ("llama", False, 4, 2)]
+    + ([(name, packed, 4, count) for name in MODELS for packed in (True, False) for count in (2, 4)] if LONG else []),
+)  # fmt: skip
+def test_divided_sequences_have_the_loss_and_gradients_of_whole_ones(
+    name: str, packed: bool, world: int, count: int, tmp_path: Path
+) -> None:
+    loss, gradients = whole(name, packed)
+    folder = str(tmp_path) if count == 2 else None
+    for total, found in run_ranks(divided, world, name, packed, count, folder, count == 2):
+        assert total == pytest.approx(loss, rel=1e-6)
+        for key, gradient in gradients.items():
+            torch.testing.assert_close(found[key], gradient, rtol=2e-4, atol=2e-6)
