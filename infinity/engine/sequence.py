@@ -64,7 +64,7 @@ class SequenceRanks:
             raise SettingError(
                 "model.seq_len", whole.shape[1], f"a multiple of train.sequence_ranks={self.count}"
             )
-        return whole.chunk(self.count, dim=1)[self.at]
+        return whole.chunk(self.count, dim=1)[self.at].contiguous()
 
     def split(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """Return what this rank gives to a causal model of transformers, of whole rows of its group.

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from infinity.core.config import SettingError
 from infinity.data.loader import HeldOut, Loader
 from infinity.data.opening import Data, DataConfig, open_data
 from infinity.data.sequences import Batch, BatchShape, token_stream
@@ -247,3 +248,24 @@ def test_a_mixture_of_streams_keeps_sources_apart(tmp_path: Path) -> None:
     rows = [set(row) for batch in islice(data.train, 10) for row in batch.tokens.tolist()]
     assert all(len(row - {0}) == 1 for row in rows)
     assert sum(ord("a") in row for row in rows) == 15
+
+
+def test_ranks_of_a_group_have_equal_parts_of_the_same_sequences() -> None:
+    groups = [
+        [
+            Loader.of([TOKENS], BatchShape(seq_len=4, batch_size=2, rank=rank, world_size=4, parts=2))
+            for rank in pair
+        ]
+        for pair in ((0, 1), (2, 3))
+    ]
+    wholes = [
+        Loader.of([TOKENS], BatchShape(seq_len=4, batch_size=2, rank=rank, world_size=2)) for rank in range(2)
+    ]
+    for group, whole in zip(groups, wholes, strict=True):
+        parts, batch = [next(each) for each in group], next(whole)
+        assert torch.equal(torch.cat([part.tokens for part in parts], 1), batch.tokens)
+        assert torch.equal(torch.cat([part.targets for part in parts], 1), batch.targets)
+        assert [part.positions.tolist() for part in parts] == [[[0, 1]] * 2, [[2, 3]] * 2]
+        assert {part.target_count for part in parts} == {batch.target_count}
+    with pytest.raises(SettingError, match=r"a multiple of train\.sequence_ranks=3, such as 3"):
+        BatchShape(seq_len=4, batch_size=1, parts=3)
