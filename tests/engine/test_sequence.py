@@ -1,5 +1,6 @@
 """Sequences that are divided over ranks train as whole ones do."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from transformers import (
 )
 
 import infinity
+from infinity.app.train import train
 from infinity.core.errors import InfinityError
 from infinity.recipes.models import CausalLoss
 from tests.helpers.launch import run_ranks
@@ -149,3 +151,28 @@ def test_what_cannot_be_divided_is_refused_with_what_would() -> None:
         assert "MambaForCausalLM cannot separate the documents" in state
         assert "a number that divides the 1 heads of attention" in heads
         assert "infinity.SequenceRanks(model, ...).split" in no_positions
+
+
+def trained(folder: str, name: str, *overrides: str) -> list[float]:
+    """Return the losses of a run of the command line, of steps and evaluations."""
+    text = Path(folder) / "text.jsonl"
+    documents = ("the quick brown fox jumps over the lazy dog"[: 3 + each % 40] for each in range(120))
+    text.write_text("".join(json.dumps({"text": each}) + "\n" for each in documents), encoding="utf-8")
+    given = [
+        f"run.dir={folder}/runs", f"run.name={name}", f"data.files={text}", f"memory.nvme=[{folder}/nvme]",
+        "model.n_layers=2", "model.d_model=16", "model.n_heads=2", "model.seq_len=16", "train.steps=4",
+        "train.accumulate=2", "train.eval_every=2", "train.threads=1", "train.dtype=fp32",
+        "data.eval_fraction=0.2", "observe.progress=false", "optim.lr=1e-2",
+    ]  # fmt: skip
+    train(infinity.load_recipe(overrides=[*given, *overrides]))
+    lines = map(json.loads, (Path(folder) / "runs" / name / "metrics.jsonl").read_text("utf-8").splitlines())
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["train.schedule=layer", "memory.activations=recompute", "data.packing=true"])
+def test_a_recipe_with_divided_sequences_trains_as_one_rank_does(how: str, tmp_path: Path) -> None:
+    whole = trained(str(tmp_path), "whole", how, "train.batch_size=2")
+    ranks = (str(tmp_path), "divided", how, "train.batch_size=2", "train.sequence_ranks=2")
+    for divided in run_ranks(trained, 2, *ranks):
+        assert divided == pytest.approx(whole, rel=1e-5)
