@@ -281,24 +281,24 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 
 #: The most lines of each room. A number rises only in a commit whose body says what left instead.
 ROOM_BUDGETS = {
-    "": 666,
+    "": 668,
     "activations": 2398,
     "api": 4373,
-    "app": 2952,
+    "app": 2954,
     "checkpoint": 4203,
     "comm": 1573,
     "core": 2192,
-    "data": 2706,
+    "data": 2733,
     "device": 1193,
-    "engine": 4529,
+    "engine": 4776,
     "integrations": 795,
     "nvme": 1207,
     "observe": 1032,
     "optim": 2934,
     "partition": 2776,
     "planner": 2202,
-    "predict": 4938,
-    "recipes": 1802,
+    "predict": 4939,
+    "recipes": 1827,
     "shards": 5192,
 }
 
