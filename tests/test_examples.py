@@ -70,12 +70,6 @@ def test_adapters_learn_and_are_saved(launcher: str, tmp_path: Path) -> None:
     run(launcher, "lora_loop.py", tmp_path / "nvme", falls_to=0.97)
 
 
-@pytest.mark.slow
-def test_the_loop_trains_on_the_workers_of_ray(tmp_path: Path) -> None:
-    pytest.importorskip("ray")
-    run("python", "ray_train.py", tmp_path)
-
-
 def test_every_example_is_run_here() -> None:
     tests = Path(__file__).parent.glob("test_example*.py")
     run = {name for test in tests for name in re.findall(r'"(\w+\.py)"', test.read_text())}
