@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import infinity
 from tests.helpers.cases import examples, few
-from tests.helpers.launch import run_ranks
+from tests.helpers.launch import run_ranks, several
 from tests.helpers.reference import Reference, Rule
 from tests.helpers.training import optimizer_for, recipe, small_units, streaming
 
@@ -180,6 +180,31 @@ def test_steps_without_a_batch_other_orders_and_parts_of_units_are_right(tmp_pat
 
 def test_four_ranks_add_in_the_order_of_ranks(tmp_path):
     check([*FOUR], tmp_path)
+
+
+def evaluate(counts: tuple[int, int]) -> list[Any]:
+    """Evaluate so many batches on each rank, with averages and with weights, between and after steps."""
+    rank, out = int(os.environ["RANK"]), list[Any]()
+    with small_units(1), infinity.Init(recipe("fp32", ["memory.host=64MiB"])):
+        model = parts(Program(2, ()))
+    optimizer = infinity.AdamW(model, lr=1e-2, ema=0.5)
+    program = Program(2, ((((1, 2, 3),), ((1, 2, 3),)),) * 3)
+    for step in range(3):
+        model(**program.batch(step, rank, 0)).loss.backward()
+        optimizer.step()
+        for context in (infinity.ema(model), torch.no_grad()):
+            with context:
+                losses = [float(model(torch.ones(2, WIDTH), path=(2, 3)).loss) for _ in range(counts[rank])]
+            assert len({*losses}) == 1
+            out.append(losses[0])
+    optimizer.close()
+    return out
+
+
+def test_ranks_that_evaluate_more_batches_get_the_weights_of_their_place():
+    for alike, longer in run_ranks(several, 2, (evaluate, (1, 1)), (evaluate, (1, 4))):
+        assert alike == longer
+        assert alike[-2] != alike[-1]
 
 
 @st.composite

@@ -140,10 +140,10 @@ def load_checkpoint(
         StateError: There are gradients of a step that is not over, or the states of an interrupted run are
             not in their places yet: call :func:`infinity.resume` first.
     """
-    runtime = _between_steps(model)
+    runtime, where = _between_steps(model), user_path(path, "path")
+    runtime.ranks.least(1, f"loading {where}")  # no rank uses what is replaced
     if runtime.started:
         runtime.executor().prefetcher.forget()
-    where = user_path(path, "path")
     with all_ranks_or_raise(runtime.ranks, f"loading {where}"), DistributedCheckpoint(where) as checkpoint:
         values = PortableValues(checkpoint, Subject(model, optimizer, trained_only=trained_only))
         for unit in filter(values.holds, runtime.units):
