@@ -298,7 +298,7 @@ def doctor(recipe: Recipe, console: Console, *, patience_s: float, as_json: bool
         at = ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
         found = examination.run(patience_s)
         text = f"rank {launch.rank} did not meet the others at {at} in {patience_s:g} s"
-        why = f"{text}: {first_line(error)}. Is rank 0 there, and the port open, and free for it?"
+        why = f"{text}: {first_line(error).rstrip('.')}. Is rank 0 there, and the port open, and free for it?"
         found.wrong.insert(0, str(error) if isinstance(error, InfinityError) else why)
         return _show([found], console, as_json)
     with contextlib.closing(meeting), quiet_libraries():

@@ -488,7 +488,7 @@ def remove_runs(parent: Path, names: Sequence[str], confirm: Callable[[str], boo
         for run in runs:
             try:
                 for path in run.directories:
-                    for file in path.glob("rank*"):  # a run's own: what else is there stays
+                    for file in (*path.glob("rank*"), *path.glob("copy*")):  # what else is there stays
                         file.unlink()
                     if not path.samefile(run.folder):
                         path.rmdir()

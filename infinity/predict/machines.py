@@ -335,8 +335,8 @@ def measurable(directories: Sequence[str]) -> list[Path]:
         path = next(above for above in (path, *path.parents) if above.is_dir())
         if not os.access(path, os.W_OK):
             raise RecipeError(
-                f"memory.nvme: {path} cannot be written, so its drive cannot be measured; name the hardware "
-                "with --on"
+                f"memory.nvme: {path} cannot be written, so its drive cannot be measured; give a directory "
+                "that this user may write, or plan for other hardware with --on"
             )
         found.append(path)
     return found

@@ -9,7 +9,6 @@ that its rank has, and neither loses a version before the next commit is whole i
 """
 
 import contextlib
-import errno
 import hmac
 import json
 import mmap
@@ -20,7 +19,7 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ from infinity.shards.journal import (
     parts_of_commit,
     read_journal,
 )
-from infinity.shards.saved import PART_NBYTES, parts_of, pieces_of, read_piece
+from infinity.shards.saved import PART_NBYTES, parts_of, pieces_of, read_piece, write_piece
 
 #: What a message is: its kind, the file, and the offset there, and the bytes that follow.
 _MESSAGE = struct.Struct("!BIQQ")
@@ -196,12 +195,12 @@ class _Keeper:
             other.sendall(len(told).to_bytes(4, "big") + told)
 
     def _write(self, file: int, offset: int, view: memoryview) -> str:
-        try:
-            code = 0 if os.pwrite(self._fds[file], view, offset) == len(view) else errno.ENOSPC
-        except OSError as error:
-            code = error.errno or errno.EIO
         folder = self._folders[file % len(self._folders)]
-        return str(DiskError(code, "write", folder, offset=offset, nbytes=len(view))) if code else ""
+        try:
+            write_piece(self._fds[file], folder, Piece(file, offset, len(view)), view)
+        except DiskError as error:
+            return str(error)
+        return ""
 
     def _do(self, kind: int, about: dict[str, Any], parts: Sequence[bytes]) -> bool:
         if kind == _BEGIN:
@@ -271,12 +270,25 @@ def _received(other: socket.socket, nbytes: int) -> bytes:
     return bytes(found)
 
 
+def clear_copies(folders: Sequence[Path], kept: Container[int] = ()) -> None:
+    """Remove copies that no rank of this node keeps any more: old ones never win over what came since.
+
+    For when every rank has its own files of the commit with which it goes on.
+    """
+    for path in (each for folder in folders for each in folder.glob("copy*")):
+        files = RankFiles.of(path)
+        if files is not None and files.rank not in kept:
+            path.unlink(missing_ok=True)
+
+
 def open_copies(
     owner: RankFiles, held: CommitRecord | None, folders: Sequence[Path], ranks: Ranks, volume: Volume,
     check: Callable[[Extent, memoryview], object], note: Callable[[str], object], *, synced: bool,
 ) -> Copies | None:  # fmt: skip
     """Return this rank's :class:`Copies`; None, and a note, where there is no second node. All ranks call."""
     per_node = 1 if ranks.collectives is None else ranks.collectives.nodes.per_node
+    here = range(ranks.rank // per_node * per_node, ranks.world_size)[:per_node]
+    clear_copies(folders, {(each - per_node) % ranks.world_size for each in here} - {*here})
     if per_node == ranks.world_size:
         note("durability.copies=2: there is one node, so commits are on its drives only")
         return None

@@ -23,7 +23,15 @@ import torch.distributed as dist
 
 from infinity.comm.ranks import Ranks, peer_errors
 from infinity.core.config import MemoryConfig, SettingError
-from infinity.core.errors import BEGIN_ANEW, ChangedFileError, DiskError, LockedError, StateError, first_line
+from infinity.core.errors import (
+    BEGIN_ANEW,
+    ChangedFileError,
+    DiskError,
+    InfinityError,
+    LockedError,
+    StateError,
+    first_line,
+)
 from infinity.core.files import create_file, is_locked, open_found, sync
 from infinity.core.nbytes import BLOCK_NBYTES, Piece
 from infinity.device.machine import DTYPES
@@ -311,6 +319,16 @@ def read_piece(fd: int, path: Path, piece: Piece, view: memoryview) -> None:
         raise DiskError(code, "read", path, offset=piece.offset, nbytes=piece.nbytes, moved=moved)
 
 
+def write_piece(fd: int, path: Path, part: Piece, view: memoryview) -> None:
+    """Write a part of a version in its place; DiskError: not all of it, as on a full drive."""
+    try:
+        moved, code = os.pwrite(fd, view, part.offset), errno.ENOSPC
+    except OSError as error:
+        moved, code = 0, error.errno or errno.EIO
+    if moved < part.nbytes:
+        raise DiskError(code, "write", path, offset=part.offset, nbytes=part.nbytes, moved=moved)
+
+
 def parts_of(piece: Piece) -> Iterator[Piece]:
     for at in range(0, piece.nbytes, PART_NBYTES):
         yield Piece(piece.file, piece.offset + at, min(PART_NBYTES, piece.nbytes - at))
@@ -325,6 +343,7 @@ class _Entry(NamedTuple):
     rank: int
     kind: str
     journal: str
+    number: int
 
 
 class _Move(NamedTuple):
@@ -354,16 +373,17 @@ def bring_back(folders: Sequence[Path], ranks: Ranks, note: Callable[[str], obje
     if not moves:
         return
     group = dist.new_group(backend="gloo") if ranks.world_size > 1 else None
-    for move in moves:
-        if ranks.rank == move.source and move.to // per_node == move.source // per_node:
-            _link(Path(move.entry.journal), folders)
-        elif ranks.rank == move.source:
-            _give(Path(move.entry.journal), folders, group, move.to)
-        elif ranks.rank == move.to:
-            _take(folders, group, move.source)
-    if ranks.world_size > 1:
-        dist.barrier(group)
-        dist.destroy_process_group(group)
+    with peer_errors("bringing the interrupted run's files"):
+        for move in moves:
+            if ranks.rank == move.source and move.to // per_node == move.source // per_node:
+                _link(Path(move.entry.journal), folders)
+            elif ranks.rank == move.source:
+                _give(Path(move.entry.journal), folders, group, move.to)
+            elif ranks.rank == move.to:
+                _take(folders, group, move.source)
+        if ranks.world_size > 1:
+            dist.barrier(group)
+            dist.destroy_process_group(group)
     of = sorted({move.entry.rank for move in moves})
     note(f"the files of {len(of)} ranks of the interrupted run were brought from other nodes or copies")
 
@@ -376,7 +396,8 @@ def _entries(folders: Sequence[Path]) -> Iterator[_Entry]:
         with contextlib.suppress(CorruptJournalError):
             for step, record in read_journal(path).commits.items():
                 if len(_data(files, record.drives, folders)) == record.drives:
-                    yield _Entry(files.generation, record.world_size, step, files.rank, files.kind, str(path))
+                    size, number = record.world_size, record.number
+                    yield _Entry(files.generation, size, step, files.rank, files.kind, str(path), number)
 
 
 def _data(files: RankFiles, drives: int, folders: Sequence[Path]) -> list[Path]:
@@ -398,7 +419,8 @@ def _moves(everyone: Sequence[Sequence[_Entry]], per_node: int) -> list[_Move]:
         # Where nothing is missing, the newest step that all ranks have in their own files is taken.
         ways = [_moves_for(step, of, size, len(everyone), per_node) for step in sorted(common, reverse=True)]
         return [] if [] in ways else ways[0]
-    if lost and any(entry.kind == "copy" for _, entry in held):
+    # A kill may leave the first commit in the copy of one rank alone: then there is nothing to lose.
+    if lost and any(entry.kind == "copy" for _, entry in held) and max(e.number for _, e in held) > 1:
         raise StateError(
             f"of ranks {', '.join(map(str, lost))} of the interrupted run neither their own files nor their "
             f"copies are here (durability.copies): give the directories of its other nodes; {BEGIN_ANEW}"
@@ -463,6 +485,16 @@ def _give(journal: Path, folders: Sequence[Path], group: Any, to: int) -> None:
 
 def _take(folders: Sequence[Path], group: Any, source: int) -> None:
     """Write what :func:`_give` sends, the journal last: until it is there, nothing is."""
+    try:
+        _take_files(folders, group, source)
+    except InfinityError:
+        raise
+    except OSError as error:
+        code = error.errno or errno.EIO
+        raise DiskError(code, "bringing the interrupted run's files", folders[0]) from error
+
+
+def _take_files(folders: Sequence[Path], group: Any, source: int) -> None:
     received = []
     for _ in range(3):
         size = torch.zeros(1, dtype=torch.int64, device="cpu")
@@ -482,7 +514,7 @@ def _take(folders: Sequence[Path], group: Any, source: int) -> None:
         os.ftruncate(fd, nbytes)
         for part in (part for each in about["pieces"] if each[0] == drive for part in parts_of(Piece(*each))):
             dist.recv(room[: part.nbytes], source, group)
-            os.pwrite(fd, memoryview(memory)[: part.nbytes], part.offset)
+            write_piece(fd, path, part, memoryview(memory)[: part.nbytes])
         os.fsync(fd)
         os.close(fd)
     for path, text in ((Head.path(journal), head), (journal, content)):

@@ -32,7 +32,7 @@ from infinity.observe.timeline import Timeline, WatchedEngine
 from infinity.optim.rule import Rule
 from infinity.optim.rules import CHUNK_NUMEL
 from infinity.optim.state import StateLayout, store_master
-from infinity.shards.copies import Copies, open_copies
+from infinity.shards.copies import Copies, clear_copies, open_copies
 from infinity.shards.journal import ChunkExtents, DurabilityConfig, Journal, Resume, Version
 from infinity.shards.saved import RunFiles, SavedRun
 from infinity.shards.verified import VerifiedEngine, load_sums
@@ -195,7 +195,9 @@ class Storage:
         if files.journal is not None and resume != "never" and self.memory.versions == 2:
             self.commits = files.journal
             self.commits.hooks.landed = partial(self._land_commit, len(files.paths), synced=synced)
-            if durability.copies > 1:
+            if durability.copies == 1:
+                clear_copies([path.parent for path in files.paths])
+            else:
                 self.commits.hooks.copies = self._open_copies(files, ranks, note, synced=synced)
             if self.commits.hooks.copies is not None:
                 self.stack.callback(self.commits.hooks.copies.close)

@@ -348,6 +348,7 @@ def test_removing_asks_and_takes_the_folder_and_the_files_on_the_drive(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interrupt(recipe(), logged=7, committed=6)
+    Path("nvme/mine/copy1-1.commits").touch()  # of durability.copies=2: it goes, too
     asked: list[str] = []
     for answer in ("", "n", EOFError()):
 

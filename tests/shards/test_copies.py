@@ -13,11 +13,13 @@ import pytest
 import torch
 
 import infinity
-from infinity.core.errors import StateError
+from infinity.core.errors import DiskError, StateError
+from infinity.core.nbytes import Piece
 from infinity.engine.runtime import runtime_of
-from infinity.shards.saved import _Entry, _moves
+from infinity.shards.saved import _Entry, _moves, write_piece
 from tests.helpers.cases import few
 from tests.helpers.launch import run_ranks, start_ranks
+from tests.helpers.limits import file_limit
 from tests.helpers.reference import Rule
 from tests.shards.test_resume import PLACES, start
 
@@ -118,7 +120,7 @@ def test_a_lost_node_loses_nothing(
 
 
 def entries(*found: tuple[int, int, str], generation: int = 1, size: int = 2) -> list[_Entry]:
-    return [_Entry(generation, size, step, rank, kind, "") for rank, step, kind in found]
+    return [_Entry(generation, size, step, rank, kind, "", step) for rank, step, kind in found]
 
 
 def test_what_a_node_lacks_is_brought_from_one_that_has_it_whole() -> None:
@@ -136,6 +138,8 @@ def test_a_rank_whose_files_and_copy_are_lost_is_named() -> None:
     with pytest.raises(StateError, match="of ranks 1 of the interrupted run neither"):
         _moves([entries((0, 5, "rank"), (2, 5, "copy"), size=3), []], 1)
     assert _moves([entries((0, 5, "rank")), []], 1) == []  # it had no copies: others tell of that
+    # Killed in its first commit, of which one rank's copy is there already: it begins anew.
+    assert _moves([[], entries((0, 1, "copy"))], 1) == []
 
 
 def one_node(folder: str) -> tuple[bool, list[str]]:
@@ -152,3 +156,28 @@ def test_a_single_node_says_that_it_has_no_other_place(tmp_path: Path) -> None:
     alone, notes = one_node(str(tmp_path))
     assert alone
     assert any("there is one node" in note for note in notes)
+
+
+def leave(folder: str, copies: int) -> list[str]:
+    """Go on for two steps, keep the files, and say which of them are copies."""
+    given = given_on(Path(folder), "nvme", 1, "mine", f"durability.copies={copies}")
+    model, optimizer, batch = start("llama", "bf16", given, Rule())
+    begin = infinity.resume(model, optimizer)
+    for step in range(begin, begin + 2):
+        model(**batch(step)).loss.backward()
+        optimizer.step()
+    infinity.close(model, keep=True)
+    return sorted(path.name for path in Path(folder).glob("node*/mine/copy*.commits"))
+
+
+def test_a_run_that_goes_on_without_copies_leaves_no_old_ones(tmp_path: Path) -> None:
+    """They would win over nothing, and be taken where the newer commits of all ranks are lost."""
+    assert run_ranks(leave, 2, str(tmp_path), 2)[0] == ["copy0-1.commits", "copy1-1.commits"]
+    assert run_ranks(leave, 2, str(tmp_path), 1)[0] == []
+
+
+def test_a_part_that_a_full_drive_takes_half_of_is_an_error(tmp_path: Path) -> None:
+    """Else zeros would lie in the rest of a version that was brought from another node."""
+    path, part = tmp_path / "rank0-1-0.bin", Piece(0, 4096, 8192)
+    with open(path, "wb") as file, file_limit(8192), pytest.raises(DiskError, match="after 4096 bytes"):
+        write_piece(file.fileno(), path, part, memoryview(bytes(8192)))
