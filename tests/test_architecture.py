@@ -299,7 +299,7 @@ ROOM_BUDGETS = {
     "planner": 2202,
     "predict": 4939,
     "recipes": 1827,
-    "shards": 5192,
+    "shards": 5238,
 }
 
 
