@@ -8,6 +8,7 @@ no rank holds activations of more than ``seq_len / ranks`` tokens but in attenti
 
 import inspect
 import itertools
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from infinity.core.config import SettingError
 from infinity.core.errors import RecipeError, StateError
 from infinity.engine.runtime import runtime_of
 
+#: First and last (exclusive) token of each document, of each row.
+Documents = tuple[tuple[tuple[int, int], ...], ...]
 _names = map("infinity_sequence_{}".format, itertools.count())
 
 
@@ -55,6 +58,7 @@ class SequenceRanks:
         base: Any = getattr(model, "get_base_model", lambda: model)()
         if hasattr(base, "document_mask"):  # a model of infinity's own
             base.document_mask = self.reach
+            base.register_forward_pre_hook(self._refuse_unplaced, with_kwargs=True)
         else:
             self._serve(base)
 
@@ -83,14 +87,14 @@ class SequenceRanks:
 
     def reach(self, positions: Tensor, allowed: Callable[..., Any] | None = None) -> "Reach":
         """Return who attends to whom; ``positions`` are those of this rank's tokens in their documents."""
+        return Reach(self, _documents(self._gathered(positions)), allowed)
+
+    def _gathered(self, positions: Tensor) -> Tensor:
+        """Return the positions of all tokens, ``(rows, seq_len)``."""
         mine = positions.contiguous()
         every = [torch.empty_like(mine) for _ in range(self.count)]
         self._call("positions of documents", partial(dist.all_gather, every, mine))
-        whole = torch.cat(every, 1).cpu()
-        begins = torch.ones_like(whole, dtype=torch.bool)
-        begins[:, 1:] = whole[:, 1:] != whole[:, :-1] + 1
-        rows = [[*row.nonzero().flatten().tolist(), whole.shape[1]] for row in begins]
-        return Reach(self, tuple(tuple(itertools.pairwise(row)) for row in rows), allowed)
+        return torch.cat(every, 1)
 
     def exchange(self, given: Tensor) -> Tensor:
         """Return what the group's ranks give to this one, ``(count, ...)``; ``given`` is for each of them."""
@@ -104,6 +108,16 @@ class SequenceRanks:
         except RuntimeError as error:
             raise self._runtime.peer_error(f"{what} between ranks of a sequence", error) from error
 
+    def _unplaced(self, positions: str) -> StateError:
+        return StateError(
+            f"with train.sequence_ranks={self.count} a forward takes a rank's part of the sequences with their "
+            f"{positions}; nothing is generated"
+        )
+
+    def _refuse_unplaced(self, _: nn.Module, args: Any, given: dict[str, Any]) -> None:
+        if len(args) < 3 and given.get("positions") is None:
+            raise self._unplaced("positions")
+
     def _serve(self, model: Any) -> None:
         """Make a model of transformers attend over the group."""
         if why := unseparated(model):
@@ -115,24 +129,28 @@ class SequenceRanks:
             )
         from transformers import AttentionInterface, AttentionMaskInterface
 
-        name, positions = next(_names), list[Tensor]()
+        name, documents, longest = next(_names), list[Documents](), list[Tensor]()
 
         def begin(_: nn.Module, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-            if given.get("position_ids") is None:
-                raise StateError(
-                    f"with train.sequence_ranks={self.count} a forward takes a rank's part of the sequences "
-                    "with their position_ids, as infinity.SequenceRanks(model, ...).split returns them; "
-                    "nothing is generated"
-                )
-            positions[:] = [given["position_ids"]]
+            positions = given.get("position_ids")
+            if positions is None or positions.ndim != 2:
+                raise self._unplaced("position_ids, as infinity.SequenceRanks(model, ...).split returns them")
+            whole = self._gathered(positions)
+            documents[:], longest[:] = [_documents(whole)], [whole.max()]
             # Documents are separated by positions; a mask keeps the library from doing so within the part.
-            return args, given | {"attention_mask": torch.ones_like(positions[0])}
+            return args, given | {"attention_mask": torch.ones_like(positions)}
 
         AttentionInterface.register(name, _attend)
         AttentionMaskInterface.register(
-            name, lambda *_, **how: self.reach(positions[0], how["mask_function"])
+            name, lambda *_, **how: Reach(self, documents[0], how["mask_function"])
         )
         model.set_attn_implementation(name)
+        if model.config._attn_implementation != name:
+            raise RecipeError(
+                f"train.sequence_ranks={self.count}: {type(model).__name__} computes its attention itself, "
+                "not by transformers' AttentionInterface; wanted 1"
+            )
+        _lengthen(model, longest)
         model.register_forward_pre_hook(begin, with_kwargs=True)
 
 
@@ -141,14 +159,23 @@ class Reach:
     """Which tokens attend to which, in the whole sequences of a micro-batch: stands for its mask.
 
     Attributes:
-        documents: First and last (exclusive) token of each document, of each row.
+        documents: Those of the whole sequences.
         allowed: Whether a token attends to another within its document, as transformers' masks say it of
             row, head and both positions; None: to all before it.
     """
 
     ranks: SequenceRanks
-    documents: tuple[tuple[tuple[int, int], ...], ...]
+    documents: Documents
     allowed: Callable[..., Any] | None
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"train.sequence_ranks={self.ranks.count}: the model looks at {name} of its attention's mask, "
+            "which no rank has as a tensor; wanted 1"
+        )
+
+    def __getitem__(self, _: Any) -> Any:
+        return self.__getattr__("values")
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
         """Return attention of this rank's tokens, ``(b, s, heads, d)``; inputs are ``(b, heads, s, d)``."""
@@ -186,11 +213,30 @@ class Reach:
         if self.allowed is not None and self.allowed is not causal_mask_function:
             places = torch.arange(last - first, device=query.device)
             zero = places.new_zeros(())
-            mask = self.allowed(zero, zero, places[:, None], places[None, :])[None, None]
+            try:
+                mask = self.allowed(zero, zero, places[:, None], places[None, :])[None, None]
+            except IndexError as error:
+                raise RecipeError(
+                    f"train.sequence_ranks={self.ranks.count}: the model's mask depends on what tokens are, "
+                    "of which a rank has only its part; wanted 1"
+                ) from error
         of = SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1], is_causal=True)
         query, key, value = (each[:, :, first:last] for each in (query, key, value))
         found: Tensor = sdpa_attention_forward(of, query, key, value, mask, **how)[0]
         return found.transpose(1, 2)
+
+
+def _documents(whole: Tensor) -> "Documents":
+    """Return the documents of rows of positions: each begins where positions do not go on."""
+    whole = whole.cpu()
+    begins = torch.ones_like(whole, dtype=torch.bool)
+    begins[:, 1:] = whole[:, 1:] != whole[:, :-1] + 1
+    rows = [[*row.nonzero().flatten().tolist(), whole.shape[1]] for row in begins]
+    return tuple(tuple(itertools.pairwise(row)) for row in rows)
+
+
+#: Arguments of attention that change which tokens attend to which, and how much.
+_UNDIVIDED = "softcap", "s_aux", "sinks", "position_bias", "indices", "block_indices"
 
 
 def _attend(
@@ -198,7 +244,7 @@ def _attend(
     scaling: float | None = None, **given: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Attend as functions that are registered with transformers do."""
-    unknown = [name for name in ("softcap", "s_aux", "position_bias") if given.get(name) is not None]
+    unknown = [name for name in _UNDIVIDED if given.get(name) is not None]
     if unknown or not isinstance(attention_mask, Reach):
         raise RecipeError(
             f"train.sequence_ranks: {type(module).__name__} attends with {', '.join(unknown) or 'no mask'}, "
@@ -237,11 +283,37 @@ def _by_tokens(given: Tensor, ranks: SequenceRanks) -> Tensor:
     return rearrange(_exchanged(apart, ranks), "r b s h d -> b s (r h) d")
 
 
+def _lengthen(model: nn.Module, longest: list[Tensor]) -> None:
+    """Let rotary frequencies that depend on the longest position depend on that of whole sequences."""
+
+    def lengthen(_: nn.Module, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        named = given | dict(zip(("x", "position_ids", "layer_type"), args))
+        mine = named["position_ids"]
+        also = longest[0].expand(*mine.shape[:-1], 1)
+        return (), named | {"position_ids": torch.cat([mine, also], -1)}
+
+    def shorten(_: nn.Module, args: Any, found: Any) -> Any:
+        return tuple(each[..., :-1, :] for each in found)
+
+    for each in model.modules():
+        if re.search("dynamic|longrope", str(getattr(each, "rope_type", ""))):
+            each.register_forward_pre_hook(lengthen, with_kwargs=True)
+            each.register_forward_hook(shorten)
+
+
 def unseparated(model: Any) -> str | None:
     """Return why a model of transformers does not separate packed documents by positions; None: it does."""
     stateful = any(getattr(each, "_is_stateful", False) for each in model.modules())
     modules = {sys.modules[cls.__module__] for each in model.modules() for cls in type(each).__mro__}
     makes_masks = any(hasattr(module, "create_causal_mask") for module in modules)
-    if stateful or "position_ids" not in inspect.signature(model.forward).parameters or not makes_masks:
+    text = model.config.get_text_config(decoder=True)
+    layers = [each for each in getattr(text, "layer_types", None) or () if isinstance(each, str)]
+    mixes = any(not each.endswith("attention") or each.startswith("linear") for each in layers)
+    own = any(  # positions that are counted from the padding token
+        isinstance(each, nn.Embedding) and each.padding_idx is not None and "position" in name
+        for name, each in model.named_modules()
+    )
+    takes = "position_ids" in inspect.signature(model.forward).parameters
+    if stateful or mixes or own or not takes or not makes_masks:
         return f"{type(model).__name__} cannot separate the documents of a packed sequence"
     return None

@@ -10,7 +10,8 @@ mean of means would weigh tokens differently. The training loop divides by the n
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, NamedTuple
 
@@ -280,7 +281,10 @@ class CausalLoss:
         unwrap: Any = getattr(model, "get_base_model", None)  # peft wraps the model
         base: Any = unwrap() if unwrap else model
         self._is_gpt = isinstance(base, GPT)
-        self._accepted = frozenset(inspect.signature(base.forward).parameters)
+        self._base, self._unseen = base, packed and not self._is_gpt
+        accepted = inspect.signature(base.forward).parameters
+        more = any(each.kind is each.VAR_KEYWORD for each in accepted.values())  # goes to the model within
+        self._accepted = frozenset(accepted) | ({"use_cache"} if more else set())
         if not self._is_gpt:
             require_causal(type(base), getattr(base, "config", None))
             if packed:
@@ -320,7 +324,13 @@ class CausalLoss:
             names = "input_ids", "position_ids", "attention_mask", "use_cache"
             known = zip(names, (tokens, positions, mask, False))
             given = {name: x for name, x in known if x is not None and name in self._accepted}
-        output = self._model(**given)
+        begins = None if positions is None or not self._unseen else (positions[:, 1:] == 0).nonzero()[:1]
+        if begins is None or not len(begins):
+            output = self._model(**given)
+        else:
+            with _separating(self._base, *begins[0].tolist()):
+                output = self._model(**given)
+            self._unseen = False
         balance = getattr(output, "aux_loss", None)
         if balance is not None:
             trains = self._aux_share and self._model.training
@@ -345,6 +355,32 @@ def require_causal(cls: Any, config: Any) -> None:
     )
 
 
+@contextmanager
+def _separating(model: Any, row: int, last: int) -> Iterator[None]:
+    """Refuse a forward, within, in whose masks what follows ``last`` of a row attends to it."""
+    from transformers import AttentionMaskInterface
+
+    name = model.config.get_text_config(decoder=True)._attn_implementation
+    if name not in _PACKING_ATTENTION:  # attention over ranks, which separates documents itself
+        yield
+        return
+
+    makes, asked = AttentionMaskInterface()[name], list[bool]()
+
+    def watched(*args: Any, **how: Any) -> Any:
+        places = torch.tensor([row, 0, last + 1, last], device=how.get("device"))
+        asked.append(bool(how["mask_function"](*places)))
+        return makes(*args, **how)
+
+    AttentionMaskInterface.register(name, watched)
+    try:
+        yield
+    finally:
+        AttentionMaskInterface.register(name, makes)
+    if not asked or any(asked):
+        raise _inseparable(f"{type(model).__name__} does not separate documents by their positions")
+
+
 def _require_separation(model: Any) -> None:
     """Refuse a model that does not separate packed documents by positions, as transformers' masks do."""
     kind, attention = type(model).__name__, model.config._attn_implementation
@@ -354,7 +390,11 @@ def _require_separation(model: Any) -> None:
         what = f"{kind} with {attention} attention separates documents only at batch size 1"
     else:
         return
-    raise RecipeError(
+    raise _inseparable(what)
+
+
+def _inseparable(what: str) -> RecipeError:
+    return RecipeError(
         f"data.packing: {what}; set data.packing=false (one document per sequence) "
         f"or use a model with {', '.join(_PACKING_ATTENTION)} attention"
     )

@@ -8,22 +8,32 @@ import pytest
 import torch
 import torch.distributed as dist
 from transformers import (
+    FalconConfig,
+    FalconForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
+    MiniMaxConfig,
+    MiniMaxForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    RobertaConfig,
+    RobertaForCausalLM,
 )
 
 import infinity
 from infinity.app.train import train
-from infinity.core.errors import InfinityError
-from infinity.recipes.models import CausalLoss
+from infinity.core.errors import InfinityError, StateError
+from infinity.recipes.models import GPT, CausalLoss, GPTConfig
 from tests.helpers.launch import run_ranks
 
 SIZES: dict[str, Any] = {
@@ -38,6 +48,22 @@ MODELS: dict[str, Any] = {
         Qwen3MoeForCausalLM, Qwen3MoeConfig,
         {"num_key_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     ),
+    "long rope": (  # which each rank would choose by its own longest position
+        Phi3ForCausalLM, Phi3Config,
+        {
+            "num_key_value_heads": 4, "original_max_position_embeddings": 10,
+            "rope_parameters": {
+                "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.0],
+                "long_factor": [3.0, 5.0], "original_max_position_embeddings": 10,
+            },
+        },
+    ),
+    "convolution": (
+        Lfm2ForCausalLM, Lfm2Config, {"num_key_value_heads": 4, "layer_types": ["conv", "full_attention"]}
+    ),
+    "recurrent": (MiniMaxForCausalLM, MiniMaxConfig, {"num_key_value_heads": 4, "num_local_experts": 2}),
+    "own attention": (FalconForCausalLM, FalconConfig, {"head_dim": None}),
+    "positions of padding": (RobertaForCausalLM, RobertaConfig, {"is_decoder": True}),
     "one head": (LlamaForCausalLM, LlamaConfig, {"num_attention_heads": 1, "num_key_value_heads": 1}),
     "sinks": (GptOssForCausalLM, GptOssConfig, {"num_key_value_heads": 4, "num_local_experts": 4}),
     "state": (MambaForCausalLM, MambaConfig, {}),
@@ -48,7 +74,7 @@ SEQ_LEN = 16
 def model_of(name: str) -> Any:
     cls, config, more = MODELS[name]
     torch.manual_seed(1)
-    return cls(config(**SIZES | more))
+    return cls(config(**{key: value for key, value in (SIZES | more).items() if value is not None}))
 
 
 def rows() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -108,6 +134,7 @@ def full(model: Any) -> dict[str, torch.Tensor]:
     [
         ("few key heads", True, 2, 2),
         pytest.param("few key heads", True, 4, 4, marks=pytest.mark.slow),
+        ("long rope", False, 2, 2),
         pytest.param("sliding", True, 4, 2, marks=pytest.mark.slow),
         pytest.param("sliding", False, 2, 2, marks=pytest.mark.slow),
         pytest.param("experts", False, 4, 2, marks=pytest.mark.slow),
@@ -130,7 +157,8 @@ def test_divided_sequences_have_the_loss_and_gradients_of_whole_ones(
 def refused() -> list[str]:
     """Return why sequences of several models are not divided over two ranks."""
     said = list[str]()
-    for name, count in (("llama", 3), ("sinks", 2), ("state", 2), ("one head", 2), ("llama", 2)):
+    names = "sinks", "state", "convolution", "recurrent", "own attention", "positions of padding"
+    for name, count in (("llama", 3), *((each, 2) for each in names), ("one head", 2), ("llama", 2)):
         with infinity.Init(infinity.load_recipe(overrides=["train.dtype=fp32", "memory.host=1GiB"])):
             model = model_of(name)
         tokens = rows()[0][:1, :8]
@@ -140,15 +168,25 @@ def refused() -> list[str]:
         except InfinityError as error:
             said.append(str(error))
         infinity.close(model)
+    with infinity.Init(infinity.load_recipe(overrides=["train.dtype=fp32", "memory.host=1GiB"])):
+        gpt = GPT(GPTConfig(n_layers=1, d_model=16, n_heads=2, seq_len=16))
+    infinity.SequenceRanks(gpt, 2)
+    with pytest.raises(StateError, match="part of the sequences with their positions; nothing"):
+        gpt(tokens, tokens)
+    infinity.close(gpt)
     return said
 
 
 def test_what_cannot_be_divided_is_refused_with_what_would() -> None:
     for said in run_ranks(refused, 2):
-        wrong_count, sinks, state, heads, no_positions = said
+        wrong_count, sinks, state, convolution, recurrent, own, padding, heads, no_positions = said
         assert "train.sequence_ranks: got 3; wanted a number that divides the 2 ranks: 1, 2" in wrong_count
         assert "GptOssForCausalLM has attention that torch's" in sinks
         assert "MambaForCausalLM cannot separate the documents" in state
+        assert "Lfm2ForCausalLM cannot separate the documents" in convolution
+        assert "MiniMaxForCausalLM cannot separate the documents" in recurrent
+        assert "FalconForCausalLM computes its attention itself" in own
+        assert "RobertaForCausalLM cannot separate the documents" in padding
         assert "a number that divides the 1 heads of attention" in heads
         assert "infinity.SequenceRanks(model, ...).split" in no_positions
 

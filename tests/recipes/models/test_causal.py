@@ -149,6 +149,30 @@ def test_models_that_mix_documents_take_them_one_by_one_only() -> None:
         assert torch.isfinite(CausalLoss(model)(tokens, tokens, None, torch.ones_like(tokens)))
 
 
+@pytest.mark.parametrize("name", ["OPT", "Afmoe"])
+def test_masks_that_do_not_separate_documents_are_refused_when_they_are_made(name: str) -> None:
+    model = tiny(
+        f"{name}Config", f"{name}ForCausalLM", vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1,
+        num_attention_heads=2, max_position_embeddings=64, pad_token_id=0,
+    )  # fmt: skip
+    tokens = some_tokens()
+    with pytest.raises(RecipeError, match="ForCausalLM does not separate documents by their positions"):
+        CausalLoss(model, packed=True)(tokens, tokens, positions())
+    assert torch.isfinite(CausalLoss(model)(tokens, tokens))
+
+
+def test_a_model_that_names_no_cache_keeps_none_and_separates_documents() -> None:
+    model = tiny(
+        "GraniteMoeConfig", "GraniteMoeForCausalLM", vocab_size=VOCABULARY, hidden_size=32,
+        num_hidden_layers=1, intermediate_size=16, num_attention_heads=2, num_key_value_heads=2,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    tokens, loss = some_tokens(), CausalLoss(model, packed=True)
+    parts = zip(tokens, LENGTHS)
+    alone = [loss(part[None], part[None]) for row, lengths in parts for part in row.split(lengths)]
+    torch.testing.assert_close(loss(tokens, tokens, positions()), torch.stack(alone).sum())
+
+
 def test_attention_that_cannot_tell_documents_in_batches_is_refused() -> None:
     model: Any = causal("llama")
     model.config._attn_implementation = "flash_attention_2"
