@@ -290,7 +290,7 @@ ROOM_BUDGETS = {
     "core": 2192,
     "data": 2733,
     "device": 1193,
-    "engine": 4776,
+    "engine": 4848,
     "integrations": 795,
     "nvme": 1207,
     "observe": 1032,
@@ -298,7 +298,7 @@ ROOM_BUDGETS = {
     "partition": 2776,
     "planner": 2202,
     "predict": 4939,
-    "recipes": 1827,
+    "recipes": 1867,
     "shards": 5238,
 }
 
