@@ -110,8 +110,8 @@ class SequenceRanks:
 
     def _unplaced(self, positions: str) -> StateError:
         return StateError(
-            f"with train.sequence_ranks={self.count} a forward takes a rank's part of the sequences with their "
-            f"{positions}; nothing is generated"
+            f"with train.sequence_ranks={self.count} a forward takes a rank's part of the sequences with "
+            f"their {positions}; nothing is generated"
         )
 
     def _refuse_unplaced(self, _: nn.Module, args: Any, given: dict[str, Any]) -> None:
