@@ -286,7 +286,7 @@ ROOM_BUDGETS = {
     "api": 4373,
     "app": 2954,
     "checkpoint": 4203,
-    "comm": 1573,
+    "comm": 1574,
     "core": 2192,
     "data": 2733,
     "device": 1193,
