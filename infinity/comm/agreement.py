@@ -342,8 +342,8 @@ class Agreement:
 
 _MAY = (
     "Ranks may use other modules than others, and run more micro-batches; but calls that concern all ranks "
-    "(step, zero_grad that drops gradients, gathered, state_dict, checkpoints, tiles of experts) must come in "
-    "the same order on each"
+    "(step, zero_grad that drops gradients, gathered, state_dict, checkpoints, tiles of experts) must come "
+    "in the same order on each"
 )
 _MUST = (
     "Every rank must run the same modules in the same order; feed every rank a batch that takes the same "
