@@ -55,7 +55,7 @@ _MOST_SKEW_S = 1.0
 #: Ranks after this one that it tries to reach; how long each may take, and how often a clock is read.
 _NEIGHBORS, _REACH_S, _READINGS = 32, 3.0, 4
 #: NCCL's buffers between devices of one machine, and files that a rank opens beside its connections.
-_LEAST_SHM_NBYTES, _FILES = 2**30, 128
+_LEAST_SHM_NBYTES, _FILES = 2**30, 32
 _PAUSE_S, _FAREWELL_S = 0.05, 5.0
 
 

@@ -29,7 +29,8 @@ from infinity.engine.runtime import runtime_of
 
 #: First and last (exclusive) token of each document, of each row.
 Documents = tuple[tuple[tuple[int, int], ...], ...]
-_names = map("infinity_sequence_{}".format, itertools.count())
+_NAME = "infinity_sequence_"
+_numbers = itertools.count()
 
 
 class SequenceRanks:
@@ -120,6 +121,8 @@ class SequenceRanks:
 
     def _serve(self, model: Any) -> None:
         """Make a model of transformers attend over the group."""
+        if str(model.config._attn_implementation).startswith(_NAME):
+            raise StateError("infinity.SequenceRanks divides this model's sequences already")
         if why := unseparated(model):
             raise RecipeError(f"train.sequence_ranks={self.count}: {why}; wanted 1")
         if not model._supports_sdpa:
@@ -129,12 +132,17 @@ class SequenceRanks:
             )
         from transformers import AttentionInterface, AttentionMaskInterface
 
-        name, documents, longest = next(_names), list[Documents](), list[Tensor]()
+        name, documents, longest = f"{_NAME}{next(_numbers)}", list[Documents](), list[Tensor]()
 
         def begin(_: nn.Module, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             positions = given.get("position_ids")
             if positions is None or positions.ndim != 2:
                 raise self._unplaced("position_ids, as infinity.SequenceRanks(model, ...).split returns them")
+            if given.get("attention_mask") is not None:
+                raise StateError(
+                    f"with train.sequence_ranks={self.count} a forward takes no attention_mask: position_ids "
+                    "separate documents, and padding is at the end of a row"
+                )
             whole = self._gathered(positions)
             documents[:], longest[:] = [_documents(whole)], [whole.max()]
             # Documents are separated by positions; a mask keeps the library from doing so within the part.

@@ -1,0 +1,114 @@
+"""Long sequences: whole on one rank, and divided over two, beside plain PyTorch.
+
+A step of one sequence of a small Llama, all activations kept: seconds, and the resident memory of a process
+beyond what it has before the step. The product of attention grows with the square of the length, and is done
+by both cores in each way.
+
+    python benchmarks/sequence.py [--quick] [--json FILE] [--lengths 4096,8192,16384]
+"""
+
+import json
+import os
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import processes
+import torch
+from options import Options
+from report import Claim, print_claims, print_table
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+from worker import peak_rss_nbytes
+
+WAYS = {"plain PyTorch": 1, "one rank": 1, "two ranks": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What each rank measures: ``steps`` of one sequence of ``length`` tokens."""
+
+    way: str
+    length: int
+    steps: int
+    layers: int
+
+
+def model_of(job: Job) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=1024,
+            hidden_size=256,
+            intermediate_size=768,
+            num_hidden_layers=job.layers,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            max_position_embeddings=job.length,
+        )
+    )
+
+
+def work(job: Job, world: int) -> dict[str, Any]:
+    tokens = torch.randint(1024, (1, job.length), generator=torch.Generator().manual_seed(1))
+    given: dict[str, Tensor] = {"input_ids": tokens, "labels": tokens}
+    if job.way == "plain PyTorch":
+        model = model_of(job)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    else:
+        import infinity
+
+        settings = ["train.dtype=fp32", "memory.host=4GiB", "memory.activations=keep", "memory.logits=whole"]
+        with infinity.Init(infinity.load_recipe(overrides=settings)):
+            model = model_of(job)
+        optimizer = infinity.AdamW(model, lr=1e-4)
+        given = infinity.SequenceRanks(model, world).split(tokens, tokens)
+    before, times, losses = peak_rss_nbytes(), list[float](), list[float]()
+    for _ in range(job.steps):
+        began_s = time.perf_counter()
+        loss = model(**given, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+        times.append(time.perf_counter() - began_s)
+    return {"step_s": times, "losses": losses, "nbytes": peak_rss_nbytes() - before}
+
+
+def main() -> None:
+    parser = Options(__doc__, "one short length", dtype=False)
+    parser.add_argument("--lengths", default="4096,8192,16384", help="tokens of a sequence")
+    options = parser.parse(None, lengths="512")
+    lengths = [*map(int, options.lengths.split(","))]
+    rows, claims = [], []
+    for length in lengths:
+        found: dict[str, tuple[float, float, list[float]]] = {}
+        for way, world in WAYS.items():
+            [ranks] = processes.run(Job(way, length, 3, 2 if options.quick else 4), world, Path(__file__))
+            step_s = statistics.median(max(each) for each in zip(*(rank["step_s"] for rank in ranks)))
+            losses = [statistics.fmean(each) for each in zip(*(rank["losses"] for rank in ranks))]
+            found[way] = step_s, max(rank["nbytes"] for rank in ranks), losses
+            rows.append([f"{length:,}", way, f"{step_s:.2f}", f"{found[way][1] / 2**20:.0f}"])
+        (whole_s, whole, losses), (parts_s, parts, divided) = found["one rank"], found["two ranks"]
+        apart = max(abs(a / b - 1) for a, b in zip(losses, divided))
+        claims += [
+            Claim.at_most(f"{length:,}: memory of a step, two ranks / one", parts / whole, 0.6, "x"),
+            Claim.at_most(f"{length:,}: a step, two ranks / one", parts_s / whole_s, 1.15, "x"),
+            Claim.at_most(f"{length:,}: losses apart", apart, 1e-5),
+        ]
+    print_table(["tokens", "way", "step s", "MiB of a process"], rows)
+    print_claims(claims, options.json)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] and sys.argv[1].startswith("{"):
+        rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        if world > 1:
+            torch.distributed.init_process_group("gloo")
+        Path(f"{sys.argv[2]}.{rank}").write_text(json.dumps([work(Job(**json.loads(sys.argv[1])), world)]))
+    else:
+        main()
