@@ -290,7 +290,7 @@ ROOM_BUDGETS = {
     "core": 2192,
     "data": 2733,
     "device": 1193,
-    "engine": 4848,
+    "engine": 4856,
     "integrations": 795,
     "nvme": 1207,
     "observe": 1032,
