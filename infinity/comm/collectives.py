@@ -155,6 +155,7 @@ class Collectives:
         self._in_flight = InFlight(device, self.peers)
         self._agreement = Agreement(self.peers, self._of_all_ranks, asks_reductions=device.type != "cpu")
         self._exchanges: Any = None  # the group of :meth:`all_to_all`
+        self.server: Server | None = None  # before the first wait, in which it is looked at
 
         def make(sets: list[list[int]]) -> Any:
             backend, limit_s = "gloo", timeout_s
@@ -174,7 +175,6 @@ class Collectives:
         if device.type != "cpu":
             self._in_flight.groups += self.nodes.groups
         self.step = 0  # calls of the optimizer's step, equal on all ranks
-        self.server: Server | None = None
         self._closed = False
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="infinity-collectives", daemon=True)

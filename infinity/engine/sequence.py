@@ -22,7 +22,7 @@ import torch.distributed as dist
 from einops import rearrange
 from torch import Tensor, nn
 
-from infinity.comm.ranks import world_size
+from infinity.comm.ranks import rank, world_size
 from infinity.core.config import SettingError
 from infinity.core.errors import RecipeError, StateError
 from infinity.engine.runtime import runtime_of
@@ -46,16 +46,16 @@ class SequenceRanks:
             fit = [each for each in range(1, world_size() + 1) if world_size() % each == 0]
             wanted = f"a number that divides the {world_size()} ranks: {', '.join(map(str, fit))}"
             raise SettingError("train.sequence_ranks", count, wanted)
-        self._runtime, self.count = runtime_of(model), count
-        self.at = self._runtime.ranks.rank % count
+        self.count, self.at = count, rank() % count
         if count == 1:
             return
+        self._runtime = runtime_of(model)
         limit = timedelta(seconds=self._runtime.config.partition.timeout_s)
         every = [
             dist.new_group(range(first, first + count), timeout=limit)
             for first in range(0, world_size(), count)
         ]
-        self._group = every[self._runtime.ranks.rank // count]
+        self._group = every[rank() // count]
         base: Any = getattr(model, "get_base_model", lambda: model)()
         if hasattr(base, "document_mask"):  # a model of infinity's own
             base.document_mask = self.reach

@@ -13,7 +13,7 @@ from infinity.cli import main
 from infinity.nvme.probe import Speed
 from tests.helpers.launch import run_ranks
 
-FAST = Speed(3e9, 2e9, both_bytes_per_s=2e9, engine="libaio")
+FAST = Speed(3e9, 2e9, both_bytes_per_s=2e9, engine="threads")
 
 
 def settings(folder: Path, *more: str) -> list[str]:
@@ -32,7 +32,7 @@ def test_a_machine_that_can_train_is_described_and_measured(
     assert not rank["wrong"]
     assert drive["read_bytes_per_s"] > 0
     assert drive["free_nbytes"] > 0
-    assert drive["engine"] in ("libaio", "threads")
+    assert drive["engine"]
     assert drive["O_DIRECT"] in ("yes", "no")
     assert rank["facts"]["software"]["infinity"] == infinity.__version__
     assert rank["facts"]["memory"]["host_nbytes"] >= rank["facts"]["memory"]["free_for_a_rank_nbytes"] > 0
