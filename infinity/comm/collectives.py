@@ -188,6 +188,11 @@ class Collectives:
     def world_size(self) -> int:
         return self.peers.world_size
 
+    @property
+    def _when(self) -> int:
+        """The step, above it how often weights changed beside steps: ranks must have the same."""
+        return self.step + ((0 if self.server is None else self.server.changes) << 32)
+
     def serve(self, server: Server) -> None:
         """Let ``server`` take this rank's part in what it does not want: see :mod:`infinity.comm.agreement`.
 
@@ -323,11 +328,7 @@ class Collectives:
         server = self.server
         if server is None or not self._agreement.parted or self._closed or self.peers.error is not None:
             return
-        ended, before, call = (
-            threading.Event(),
-            -1,
-            Call(Want.of("leave", 0, b""), (server.changes << 32) + self.step, "leave"),
-        )
+        ended, before, call = threading.Event(), -1, Call(Want.of("leave", 0, b""), self._when, "leave")
 
         def job() -> None:
             with suppress(InfinityError, RuntimeError):
@@ -353,8 +354,7 @@ class Collectives:
         used: bytes = b"", micro: int = 0,
     ) -> Pending:  # fmt: skip
         name = f"{kind} {where} (step {self.step + 1})"
-        changes = 0 if self.server is None else self.server.changes
-        call = Call(Want.of(kind, index, used), (changes << 32) + self.step, name, used, micro)
+        call = Call(Want.of(kind, index, used), self._when, name, used, micro)
         if self._closed:
             raise StateError(f"{kind} {where}: the collectives of this model are closed")
         pending = Pending(name, self.peers.overdue)
