@@ -310,7 +310,7 @@ def _export(args: argparse.Namespace) -> None:
 def _report(args: argparse.Namespace) -> None:
     """Write a page about a run: one HTML file, which needs no network.
 
-    It has curves, memory beside budgets, bytes, the plan beside what was measured, samples and the recipe.
+    It has curves (by matplotlib: extra plots), the run's summary, samples and the recipe.
     """
     from infinity.app.report import write_report
 
