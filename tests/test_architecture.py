@@ -284,7 +284,7 @@ ROOM_BUDGETS = {
     "": 668,
     "activations": 2398,
     "api": 4373,
-    "app": 2954,
+    "app": 2933,
     "checkpoint": 4203,
     "comm": 1574,
     "core": 2192,
