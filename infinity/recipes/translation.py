@@ -2,62 +2,46 @@
 
 import json
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias, get_args, get_origin
 
 from infinity.core.config import SettingError, shown
 from infinity.core.errors import RecipeError, library_errors
 from infinity.core.files import read_file, user_path
 from infinity.data.sources import may_be_of_hub
-from infinity.recipes.other_tools import (
-    SPLIT,
-    UNKNOWN,
-    Missing,
-    Needless,
-    Row,
-    To,
-    Tool,
-    Values,
-    tool_of,
-    tools,
-)
+from infinity.optim.rules import known_rule
+from infinity.recipes.other_tools import Tool, Why, table, tool_of, tools
 from infinity.recipes.recipe import Recipe, keys_of, with_values
 from infinity.recipes.text import ProblemError, parse, resolved
 
 _MOST_NBYTES = 2**20
-#: Names of columns in LLaMA-Factory's dataset_info.json.
-_LLAMA_FACTORY_COLUMNS = {
-    "prompt": "instruction", "query": "input", "response": "output", "messages": "conversations",
-    "system": "system", "history": "history", "tools": "tools", "chosen": "chosen", "rejected": "rejected",
-}  # fmt: skip
-
-
-class Said(NamedTuple):
-    """A key of the tool that the recipe does not have, and why."""
-
-    key: str
-    why: Needless | Missing
+_UNKNOWN = Why("not translated: no key here is known to have this meaning")
+#: Values by the recipe's keys; and whether adapters are trained.
+Values: TypeAlias = dict[str, Any]
+_ADAPTERS = "_lora"
+#: Conversions of values, by the recipe's key.
+_CONVERTED: Mapping[str, Callable[[Any], Any]] = {
+    "checkpoint.every": lambda steps: f"{steps} steps" if steps else None,
+    "data.weights": lambda shares: parse(f"[{shares}]") if isinstance(shares, str) else shares,
+    "optim.name": lambda name: known_rule(str(name)).name,
+    "train.keep_best": lambda name: str(name).removeprefix("eval_"),
+}
 
 
 class Translation(NamedTuple):
-    """A recipe, the keys that it names, and what of the tool's configuration is not in it."""
+    """A recipe, the keys that it names, and what of the tool's configuration is not in it: keys, and why."""
 
     tool: str
     recipe: Recipe
     keys: frozenset[str]
-    said: list[Said]
+    said: list[tuple[str, str]]
 
     def lines(self) -> Iterator[str]:
-        """Yield lines for people: what is needless, and what has no counterpart, by reason."""
-        for kind, title in ((Needless, "not needed"), (Missing, "without a counterpart")):
-            by_reason: dict[str, list[str]] = {}
-            for each in self.said:
-                if isinstance(each.why, kind):
-                    by_reason.setdefault(each.why.why, []).append(each.key)
-            if by_reason:
-                yield f"{title}:"
-                yield from (f"  {', '.join(keys)}: {why}" for why, keys in by_reason.items())
+        """Yield lines for people: the tool's keys that are not in the recipe, by reason."""
+        yield from ["not in the recipe:"] if self.said else []
+        for why in dict.fromkeys(why for _, why in self.said):
+            yield f"  {', '.join(key for key, each in self.said if each == why)}: {why}"
 
 
 def translate(name: str) -> Translation:
@@ -69,16 +53,24 @@ def translate(name: str) -> Translation:
     given = _read(path)
     tool = tool_of(given)
     if not tool:
+        keys = ", ".join([*map(str, given)][:8])
         raise RecipeError(
-            f"--from {name}: wanted a configuration of {', '.join(tools())}; got the keys {_keys(given)}"
+            f"--from {name}: wanted a configuration of {', '.join(tools())}; got the keys {keys}"
         )
-    said = list[Said]()
-    values = _combined(tools()[tool], _values(given, tools()[tool], said), path.parent, said)
-    recipe, keys = _built(values, said)
-    return Translation(tool, recipe, keys, said)
+    values, said = _values(_with_data_sets(given, path.parent), tools()[tool])
+    said += _combine(values)
+    said += _not_here(values)
+    while True:
+        try:
+            return Translation(tool, with_values(Recipe(), values), frozenset(values), said)
+        except SettingError as error:
+            if error.key not in values:
+                raise
+            said.append((error.key, f"got {shown(error.got)}; wanted {error.wanted}"))
+            del values[error.key]
 
 
-def _read(path: Path) -> Mapping[str, Any]:
+def _read(path: Path) -> dict[str, Any]:
     """Read JSON, YAML or (by its suffix) TOML."""
     with library_errors(RecipeError, f"{path}: cannot be read"):
         text = read_file(path, _MOST_NBYTES).decode()
@@ -94,153 +86,136 @@ def _read(path: Path) -> Mapping[str, Any]:
     return given
 
 
-def _keys(given: Mapping[str, Any]) -> str:
-    names = [*map(str, given)]
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-
-
-def _values(given: Mapping[str, Any], tool: Tool, said: list[Said]) -> Values:
-    """Return values by the recipe's keys, and others with _ in front for :func:`_combined`."""
-    values: Values = {}
-    for key, value, row in _walk(given, tool.rows):
-        if value in (None, "", [], {}, "none") or not (value or isinstance(row, To)):
-            continue
-        if value == "auto" and not (isinstance(row, To) and row.key == "train.dtype"):
-            said.append(Said(key, Needless("auto: the program that reads this file says it")))
-            values["_auto"] = {*values.get("_auto", ()), getattr(row, "key", "")}
-            continue
-        found: Any = row
-        if isinstance(row, To):
-            try:
-                found = row.convert(value)
-            except (TypeError, ValueError, KeyError, AttributeError):
-                found = Missing(f"got {shown(value)}, which is no value that is known here")
-        if isinstance(found, Needless | Missing):
-            said.append(Said(key, found))
-        elif isinstance(found, dict) and all("." in name or name[:1] == "_" for name in found):
-            more = found.pop("_said", {})
-            said += [Said(f"{key}[].{name}" if name else key, why) for name, why in more.items()]
-            values |= found
-        elif isinstance(row, To):
-            values[row.key] = found
-    return values
-
-
-def _walk(
-    given: Mapping[str, Any], rows: Mapping[str, Row], prefix: str = "", above: Row = UNKNOWN
-) -> Iterator[tuple[str, Any, Row]]:
-    """Yield the keys that have no keys of their own, or rows, with value and row: the nearest one above."""
-    for name, value in given.items():
-        key = f"{prefix}{name}"
-        row = rows.get(key, above)
-        inner = isinstance(value, Mapping) and any(each.startswith(f"{key}.") for each in rows)
-        if not inner or isinstance(row, To):
-            yield key, value, row
-        if inner:
-            yield from _walk(
-                value, rows, f"{key}.", Needless(f"it belongs to {key}") if isinstance(row, To) else row
-            )
-
-
-def _combined(tool: Tool, values: Values, folder: Path, said: list[Said]) -> Values:
-    """Return values with the tool's defaults, where several keys decide together."""
-    auto = values.pop("_auto", ())
-    v = {key: value for key, value in tool.defaults.items() if key not in auto} | values
-    if "_rule" in v:
-        v["optim.name"] = v.pop("_rule")
-    if "train.epochs" in v:
-        v.setdefault("train.steps", None)
-        if v["train.steps"] is not None:
-            del v["train.epochs"]
-    if v.get("optim.warmup_steps"):
-        v.pop("optim.warmup_ratio", None)
-    first, second = v.get("optim.betas", (0.9, 0.999))
-    if "_beta1" in v or "_beta2" in v:
-        v["optim.betas"] = [v.pop("_beta1", first), v.pop("_beta2", second)]
-    if (strategy := v.pop("_eval", "steps")) not in ("steps", True):
-        v["train.eval_every"] = None
-        if strategy == "epoch":
-            v["train.evals_per_epoch"] = 1.0
-    if v.pop("_save", "steps") != "steps":
-        v.pop("checkpoint.every", None)
-    _combine_lora(v, said)
-    if "_names" in v:
-        v |= _named(v.pop("_names"), v.pop("_names_in", "data"), folder, said)
-    v.pop("_names_in", None)
-    said += _not_here(v)
-    return v
-
-
-def _not_here(values: Values) -> Iterator[Said]:
-    """Yield the model and the data that are not said, or not there."""
-    for key, kind in (("model.path", "model"), ("data.files", "dataset")):
-        given = values.get(key, ())
-        if not given:
-            yield Said(key, Missing("the file does not say it: give it, or the default is taken"))
-        for name in [given] if isinstance(given, str) else given:
-            path = Path(name).expanduser()
-            if path.exists() or "*" in name:
-                continue
-            why = "there is no such file here"
-            if may_be_of_hub(name):
-                fetch = f"hf download --repo-type {kind} {name}"
-                more = " --local-dir DIR, and DIR in its place" if kind == "model" else ""
-                why += f"; of the hub: {fetch}{more}"
-            yield Said(f"{key}={name}", Missing(why))
-
-
-def _combine_lora(v: Values, said: list[Said]) -> None:
-    """Keep adapters and the form of their base if adapters are trained, else remove them."""
-    if v.pop("_linear", False):  # all of them, whatever is listed beside
-        v.pop("lora.target_modules", None)
-    stored, settings = v.pop("_stored_as", None), [key for key in v if key.startswith("lora.")]
-    if not v.pop("_lora", False):
-        for key in settings:
-            del v[key]
-        return
-    if v.get("lora.adapter"):  # which has the settings
-        for key in set(settings) - {"lora.adapter", "lora.lr_ratio"}:
-            del v[key]
-    else:
-        v["lora.alpha"] = v.get("lora.alpha", 2 * v.setdefault("lora.rank", 8))
-    if stored and v.get("memory.nvme"):
-        v["model.stored_as"] = stored
-    elif stored:
-        why = f"the quantized base is kept on a drive: add model.stored_as={stored} and memory.nvme=[DIR]"
-        said.append(Said("quantization", Missing(why)))
-
-
-def _named(names: list[str], where: str, folder: Path, said: list[Said]) -> Values:
-    """Return the files and columns of names in LLaMA-Factory's dataset_info.json, if it is there."""
-    info: Any = {}
+def _with_data_sets(given: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
+    """Return a configuration with what LLaMA-Factory's dataset_info.json says of its data sets."""
+    if not isinstance(names := given.get("dataset"), str):
+        return given
+    where, known = str(given.get("dataset_dir", "data")), dict[str, Any]()
     root = next(
         (each for each in (Path(where), folder / where) if (each / "dataset_info.json").is_file()), None
     )
     if root is not None:
         with library_errors(RecipeError, f"{root}/dataset_info.json"):
-            info = json.loads(read_file(root / "dataset_info.json", _MOST_NBYTES))
-    files, fields = list[str](), dict[str, str]()
-    for name in names:
-        about = info.get(name, {})
-        file = about.get("file_name")
-        files.append(str((root or folder) / file) if file else about.get("hf_hub_url", name))
-        parts = [key for key in ("split", "subset", "num_samples") if about.get(key, "train") != "train"]
-        said += [Said(f"dataset_info.json: {name}.{key}", SPLIT) for key in parts]
-        for theirs, column in about.get("columns", {}).items():
-            ours = _LLAMA_FACTORY_COLUMNS.get(theirs)
-            if ours is not None and column and column != ours:
-                fields[ours] = column
-    return {"data.files": files} | ({"data.fields": fields} if fields else {})
+            known = json.loads(read_file(root / "dataset_info.json", _MOST_NBYTES))
+            for each in known.values():
+                each |= {"file_name": str(root / each["file_name"])} if "file_name" in each else {}
+    found = (name.strip() for name in names.split(","))
+    return {**given, "dataset": [known.get(name, {"hf_hub_url": name}) for name in found]}
 
 
-def _built(values: Values, said: list[Said]) -> tuple[Recipe, frozenset[str]]:
-    """Return the recipe of values, but for those that it refuses, and the keys that it says."""
-    assert values.keys() <= keys_of(Recipe).keys()
-    while True:
+def _values(given: Mapping[str, Any], tool: Tool) -> tuple[Values, list[tuple[str, str]]]:
+    """Return values, by the tool's rows in their order, and keys without any, each with the reason."""
+    leaves, order = [*_leaves(given, tool.rows)], {key: number for number, key in enumerate(tool.rows)}
+    named = {key for key, value, _ in leaves if value not in (None, "")}
+    leaves += [
+        (key, each, tool.rows.get(key, key)) for key, each in tool.defaults.items() if key not in named
+    ]
+    values, said = Values(), list[tuple[str, str]]()
+    for key, value, row in sorted(leaves, key=lambda leaf: order.get(leaf[0], -1)):
         try:
-            return with_values(Recipe(), values), frozenset(values)
-        except SettingError as error:
-            if error.key not in values:
-                raise
-            said.append(Said(error.key, Missing(f"got {shown(error.got)}; wanted {error.wanted}")))
-            values = {key: value for key, value in values.items() if key != error.key}
+            if value == "auto":
+                said.append((key, "auto: the program that reads this file says it"))
+            elif value not in (None, "", [], {}, "none"):
+                said += [(key, why) for why in _put(values, row, value)]
+        except (SettingError, ProblemError) as error:
+            said.append((key, str(error)))
+        except (TypeError, AttributeError):  # a value of another kind
+            said.append((key, f"got {shown(value)}, which is no value that is known here"))
+    return values, said
+
+
+def _leaves(
+    given: Mapping[str, Any], rows: Mapping[str, Any], prefix: str = "", above: Why = _UNKNOWN
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the keys that have no rows below, with value and row: the nearest one above."""
+    for name, value in given.items():
+        key, several = f"{prefix}{name}", isinstance(value, list)
+        row, begin = rows.get(key, above), f"{key}.*." if several else f"{key}."
+        below = any(each.startswith(begin) for each in rows)
+        inner = [each for each in (value if several else [value]) if below and isinstance(each, Mapping)]
+        for each in inner:
+            yield from _leaves(each, rows, begin, row if isinstance(row, Why) else _UNKNOWN)
+        left = [each for each in value if each not in inner] if several else [] if inner else value
+        if left or not inner:
+            yield key, left, row
+
+
+def _put(values: Values, row: Any, value: Any) -> Iterator[Why]:
+    """Set what ``value`` means by a row, or yield why a recipe does not have it."""
+    if isinstance(row, Why) or (isinstance(row, str) and " " in row):
+        yield from [Why(row)] if value else []
+    elif isinstance(row, dict):
+        cases = {str(case).lower(): each for case, each in row.items()}
+        for each in value if isinstance(value, list) else [value]:
+            other = cases.get("true", cases.get("else", Why(f"got {shown(each)}; known: {', '.join(cases)}")))
+            found = cases.get(str(each).lower(), other if each else {})
+            if isinstance(found, dict):
+                values |= found
+            else:
+                yield from _put(values, found, each)
+    else:
+        for key in [row] if isinstance(row, str) else row:
+            _set(values, key, value)
+
+
+def _set(values: Values, key: str, value: Any) -> None:
+    """Set a key of a recipe, or an item of one; a list gets what it does not have yet."""
+    section, name, *item = key.split(".", 2)
+    key = f"{section}.{name}"
+    if item:
+        if item[0] != value:  # a column by its own name
+            values[key] = {**values.get(key, {}), item[0]: value}
+        return
+    setting, called = keys_of(Recipe)[key], table()["values"].get(key, {})
+
+    def ours(each: Any) -> Any:
+        return called.get(str(each).lower().rpartition(".")[2], each)
+
+    value = _CONVERTED[key](value) if key in _CONVERTED else value
+    if get_origin(setting.hint) is tuple:
+        items = [each.strip() for each in value.split(",")] if isinstance(value, str) else [*value]
+        before = values.get(key, [])
+        values[key] = [
+            *before,
+            *(ours(each) for each in items if each not in before and ours(each) is not None),
+        ]
+    elif isinstance(value, int | float) and value <= 0 and type(None) in get_args(setting.hint):
+        values[key] = value if setting.valid.accepts(value) else None  # 0 and less mean none
+    else:
+        values[key] = ours(value)
+
+
+def _combine(values: Values) -> Iterator[tuple[str, str]]:
+    """Change values of keys that decide together; yield what is missing for one."""
+    if values.get("train.steps") is not None:
+        values.pop("train.epochs", None)
+    elif "train.epochs" in values:
+        values["train.steps"] = None
+    if isinstance(warmup := values.get("optim.warmup_steps"), float):  # a share of all steps, or their number
+        values |= {"optim.warmup_steps": int(warmup)} | ({"optim.warmup_ratio": warmup} if warmup < 1 else {})
+    if values.get("optim.warmup_steps"):
+        values.pop("optim.warmup_ratio", None)
+    if isinstance(betas := values.get("optim.betas"), dict):
+        values["optim.betas"] = [*betas.values()]
+    trained, has_settings = values.pop(_ADAPTERS, "lora.rank" in values), bool(values.get("lora.adapter"))
+    kept = {"lora.adapter", "lora.lr_ratio"} if has_settings else {*keys_of(Recipe)}
+    for key in [key for key in values if key.startswith("lora.") and not (trained and key in kept)]:
+        del values[key]
+    if trained and not has_settings:
+        values.setdefault("lora.alpha", 2 * values.setdefault("lora.rank", 8))
+    if (form := values.get("model.stored_as")) and not (trained and values.get("memory.nvme")):
+        del values["model.stored_as"]
+        if trained:
+            yield "quantization", f"it is kept on a drive: add model.stored_as={form} and memory.nvme=[DIR]"
+
+
+def _not_here(values: Values) -> Iterator[tuple[str, str]]:
+    """Yield the model and the data that are not said, or not there."""
+    for key, kind in (("model.path", "--local-dir DIR"), ("data.files", "--repo-type dataset")):
+        given = values.get(key, ())
+        if not given:
+            yield key, "the file does not say it: give it, or the default is taken"
+        for name in map(str, given if isinstance(given, list) else [given]):
+            if not Path(name).expanduser().exists() and "*" not in name:
+                hub = f"; of the hub: hf download {kind} {name}" if may_be_of_hub(name) else ""
+                yield f"{key}={name}", f"there is no such file here{hub}"

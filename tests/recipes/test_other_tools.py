@@ -1,6 +1,7 @@
 """Configuration files of other tools: refused as a recipe, and translated into one that loads."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import yaml
 
 from infinity import RecipeError, load_recipe
 from infinity.cli import main
-from infinity.recipes.other_tools import To, tool_of, tools
+from infinity.recipes.other_tools import Why, table, tool_of, tools
 from infinity.recipes.recipe import Recipe, keys_of
 from infinity.recipes.translation import Translation, translate
 
@@ -121,7 +122,7 @@ SAYS: dict[str, dict[str, Any]] = {
     "accelerate.yaml": {"train.dtype": "bf16"},
     "axolotl.yml": {
         "model.path": "NousResearch/Llama-3.2-1B", "model.seq_len": 2048, "lora.rank": 32, "lora.alpha": 16.0,
-        "data.files": ("teknium/GPT4-LLM-Cleaned", "my.jsonl"), "data.format": "alpaca",
+        "data.files": ("teknium/GPT4-LLM-Cleaned", "my.jsonl"),
         "data.eval_files": ("held-out.jsonl",),
         "data.fields": {"output": "answer"}, "data.eval_fraction": 0.1, "data.packing": True,
         "train.epochs": 2.0, "train.steps": None, "train.batch_size": 2, "train.accumulate": 4,
@@ -156,12 +157,12 @@ SAYS: dict[str, dict[str, Any]] = {
 NOT_IN_IT = {
     "ds_config.json": ["train_micro_batch_size_per_gpu", "zero_optimization.stage", "aio",
                        "curriculum_learning"],
-    "accelerate.yaml": ["num_processes", "fsdp_config.fsdp_offload_params", "model.path", "data.files"],
+    "accelerate.yaml": ["num_processes", "fsdp_config", "model.path", "data.files"],
     "axolotl.yml": ["quantization", "flash_attention",
-                    "datasets[].split", "datasets[].shards", "datasets[].ds_type", "test_datasets[].split",
+                    "datasets.*.split", "datasets.*.shards", "datasets.*.ds_type", "test_datasets.*.split",
                     "data.files=teknium/GPT4-LLM-Cleaned", "data.files=my.jsonl"],
     "llamafactory.yaml": ["template", "max_samples", "report_to", "buffer_size", "data.files=mine",
-                          "dataset_info.json: identity.num_samples"],
+                          "dataset.*.num_samples"],
     "training_args.json": ["optim", "deepspeed"],
     "tune.yaml": ["model._component_", "dataset.split"],
     "titan.toml": ["training.dataset", "parallelism", "model.name"],
@@ -192,7 +193,7 @@ def test_a_configuration_of_another_tool_becomes_a_recipe_that_loads(
     said = capsys.readouterr().out
     assert said.startswith("wrote made.yaml; train it with: infinity train made.yaml")
     assert f"# from {name} ({FILES[name][1]})" in Path("made.yaml").read_text()
-    keys = {each.key for each in found.said}
+    keys = {key for key, _ in found.said}
     assert keys >= set(NOT_IN_IT[name])
     assert all(f"{key}" in said for key in keys)
     assert main(["recipe", "--from", name, "--output", "made.yaml"]) == 1  # it exists
@@ -215,9 +216,10 @@ def test_without_output_the_recipe_is_what_standard_output_has(
     printed = capsys.readouterr()
     Path("printed.yaml").write_text(printed.out)
     assert load_recipe("printed.yaml") == translate("axolotl.yml").recipe
-    assert "without a counterpart:\n" in printed.err
-    assert "  flash_attention: attention is that of the checkpoint's config.json\n" in printed.err
-    assert "hf download --repo-type model NousResearch/Llama-3.2-1B --local-dir DIR" in printed.err
+    assert printed.err.startswith("not in the recipe:\n  ")
+    assert "gradient_checkpointing, flash_attention" in printed.err
+    assert ": not needed\n" in printed.err
+    assert "hf download --local-dir DIR NousResearch/Llama-3.2-1B" in printed.err
 
 
 def translated(given: dict[str, Any]) -> Translation:
@@ -226,7 +228,7 @@ def translated(given: dict[str, Any]) -> Translation:
 
 
 def why(found: Translation, key: str) -> str:
-    return next(each.why.why for each in found.said if each.key == key)
+    return next(why for each, why in found.said if each == key)
 
 
 def test_keys_that_decide_together_are_combined(folder: Path) -> None:
@@ -238,7 +240,7 @@ def test_keys_that_decide_together_are_combined(folder: Path) -> None:
     given = translated(LLAMA_FACTORY | preferred).recipe
     assert (given.train.task, given.train.beta, given.train.keep_best) == ("dpo", 0.2, "loss")
     assert given.observe.wandb
-    assert "train.task is one of" in why(translated(LLAMA_FACTORY | {"stage": "ppo"}), "stage")
+    assert "got 'ppo'; wanted sft | " in why(translated(LLAMA_FACTORY | {"stage": "ppo"}), "train.task")
     assert translated(AXOLOTL | {"rl": "kto", "rl_beta": 0.3}).recipe.train.task == "kto"
     rules = {"paged_adamw_8bit": "adamw8bit", "adamw_torch_fused": "adamw", "lion": "lion"}
     for name, rule in (rules | {"schedule_free_adamw": "schedulefree"}).items():
@@ -270,15 +272,19 @@ def test_keys_that_decide_together_are_combined(folder: Path) -> None:
 def test_values_that_a_recipe_refuses_are_left_out_and_named(folder: Path) -> None:
     found = translated(
         ARGUMENTS | {"learning_rate": -1, "lr_scheduler_type": "polynomial", "adam_epsilon": "small",
-                     "save_steps": 0.1, "save_strategy": "steps", "warmup_steps": {"a": 1}, "nonsense": 3}
+                     "save_steps": 0.1, "save_strategy": "steps", "warmup_steps": {"a": 1}, "nonsense": 3,
+                     "report_to": [{}, 3]}
     )  # fmt: skip
     assert found.recipe.optim.lr == Recipe().optim.lr
     assert why(found, "optim.lr") == "got -1; wanted float, 0 to 1,000,000"
-    assert "one of constant, cosine, linear, not polynomial" in why(found, "lr_scheduler_type")
+    assert "got 'polynomial'; wanted constant | cosine | linear" in why(found, "optim.schedule")
     assert "got 'small'; wanted float" in why(found, "optim.eps")
-    assert "'500 steps' or 2h" in why(found, "save_steps")
-    assert "got {'a': 1}, which is no value that is known here" in why(found, "warmup_steps")
-    assert why(found, "nonsense") == "no key here has this meaning"
+    assert "got '0.1 steps'; wanted auto, or such as" in why(found, "checkpoint.every")
+    assert "got {'a': 1}; wanted int" in why(found, "optim.warmup_steps")
+    wrong = translated(AXOLOTL | {"datasets": [{"path": 3}, 4]})
+    assert "got 3, which is no value that is known here" in why(wrong, "datasets.*.path")
+    assert why(wrong, "datasets").startswith("not translated")
+    assert why(found, "nonsense") == "not translated: no key here is known to have this meaning"
 
 
 @pytest.mark.parametrize(
@@ -305,11 +311,21 @@ def test_output_needs_a_source(folder: Path, capsys: pytest.CaptureFixture[str])
 
 def test_rows_name_keys_that_there_are_and_tools_are_told_apart() -> None:
     known = keys_of(Recipe).keys()
+
+    def keys(row: Any) -> Iterator[str]:
+        """Yield the keys of a recipe that a row may set."""
+        if isinstance(row, dict):
+            for each in row.values():
+                yield from each if isinstance(each, dict) else keys(each)
+        elif not isinstance(row, Why) and " " not in row:
+            for each in [row] if isinstance(row, str) else row:
+                yield ".".join(each.split(".")[:2])
+
     for name, tool in tools().items():
-        keys = {row.key for row in tool.rows.values() if isinstance(row, To)} - {""}
-        assert keys <= known, name
-        assert {key for key in tool.defaults if key[0] != "_"} <= known, name
+        assert {key for row in tool.rows.values() for key in keys(row)} <= {*known, "_lora"}, name
+        assert {*tool.defaults} <= {*tool.rows, *known}, name
         assert tool.marks <= {key.partition(".")[0] for key in tool.rows}, name
+    assert {*table()["values"]} <= known
     assert tool_of({}) == tool_of({"train": {}, "data": {}}) == ""
     assert tool_of({"zero_optimization": 3}) == "DeepSpeed"
 
@@ -319,4 +335,4 @@ def test_the_best_model_of_evaluations_after_each_epoch_is_kept(folder: Path) ->
     found = translated(ARGUMENTS | given | {"metric_for_best_model": "eval_accuracy", "bf16_full_eval": True})
     train = found.recipe.train
     assert (train.epochs, train.evals_per_epoch, train.keep_best) == (3, 1, "accuracy")
-    assert "as steps do" in why(found, "bf16_full_eval")
+    assert why(found, "bf16_full_eval") == "not needed"
