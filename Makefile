@@ -1,6 +1,6 @@
 # Everything runs in .venv, which the first target that needs it makes.
 #   make quickstart   install, then train a small transformer whose states live on disk
-#   make test         the fast suite on all cores
+#   make test         the short tests on all cores
 
 PYTHON ?= python3
 VENV   := .venv
@@ -17,7 +17,7 @@ OMP    := $(shell n=$$(($(CORES) / $(RANKS))); echo $$((n > 0 ? n : 1)))
 JOBS   ?= $(shell n=$$(($(CORES) + 1)); echo $$((n < 8 ? n : 8)))
 
 .DEFAULT_GOAL := help
-.PHONY: help install dev quickstart test slow ecosystem bare wheel gpu lint format types check bench-quick bench capacity clean
+.PHONY: help install dev quickstart test thorough slow ecosystem bare wheel gpu lint format types check bench-quick bench capacity clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -47,7 +47,10 @@ quickstart: $(VENV)/.installed  ## install, then train a small transformer with 
 	OMP_NUM_THREADS=$(OMP) $(BIN)/torchrun --nproc-per-node $(RANKS) \
 		-m infinity train configs/quickstart.yaml
 
-test: $(VENV)/.dev  ## the fast suite
+test: $(VENV)/.dev  ## the short tests: some minutes
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --ignore tests/ecosystem -m "not slow and not gpu and not thorough"
+
+thorough: $(VENV)/.dev  ## the same, and those that take seconds each
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --ignore tests/ecosystem
 
 slow: $(VENV)/.dev  ## the long tests
@@ -81,7 +84,7 @@ format: $(VENV)/.dev  ## put the code into the format
 types: $(VENV)/.dev  ## mypy --strict
 	$(BIN)/mypy
 
-check: lint types test  ## lint, types and the fast suite
+check: lint types thorough  ## lint, types and all tests but the long ones
 
 bench-quick: $(VENV)/.dev  ## each benchmark in under a minute
 	@for script in $(BENCHMARKS); do \

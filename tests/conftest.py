@@ -31,7 +31,7 @@ gc.disable()
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, is_hypothesis_test, settings  # noqa: E402
 
-from tests.helpers import engines, forks  # noqa: E402
+from tests.helpers import engines, forks, tiers  # noqa: E402
 from tests.helpers.cases import LONG  # noqa: E402
 
 forks.own()  # before xdist starts its workers, which inherit it
@@ -75,7 +75,8 @@ def pytest_collection_finish() -> None:
     if os.environ["INFINITY_TEST_ACCELERATOR"] == "0":
         # For an accelerator that is started later, each seed is kept together with a text of the whole stack.
         for kind in (torch.cuda, torch.xpu, torch.mtia):
-            kind._lazy_call = lambda call, **options: None
+            for module in (kind, getattr(kind, "random", kind)):
+                module._lazy_call = lambda call, **options: None
     gc.enable()
     freeze()
 
@@ -105,6 +106,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if LONG and isinstance(item, pytest.Function) and is_hypothesis_test(item.obj):
             item.add_marker(pytest.mark.slow)
 
+    tiers.mark_thorough(items, tiers.listed())
     items.sort(key=lambda item: item.path.parent != Path(__file__).parent)  # else one may be left at the end
     if torch.accelerator.is_available():
         return
