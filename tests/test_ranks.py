@@ -55,6 +55,7 @@ ALL = ("host", "nvme", "part", "tight", "striped", "one-version")
 FEW = ("host", "nvme", "tight")
 #: Which placements each case is played in.
 PLAYED = {
+    "two": {"free": ("host", "tight")},
     "few": {  # of llama: most cases in two placements, every placement but plans in one case
         "clip": ("host", "striped", "offload"), "free": ("part", "one-version"),
         "accumulate": ("nvme", "tight"), "recompute": ("nvme", "tight"), "fp32": ("host", "recompute"),
@@ -125,10 +126,15 @@ def check_rounding(name: str, case: str, ranks: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["few", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "gpt2", "t5"))]
+    "name",
+    [
+        pytest.param("two", marks=pytest.mark.always),
+        "few",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "gpt2", "t5")),
+    ],
 )
 def test_two_ranks_give_the_same_bits_in_every_placement(tmp_path, name):
-    check("llama" if name == "few" else name, tmp_path, 2, PLAYED[name])
+    check("llama" if name in ("two", "few") else name, tmp_path, 2, PLAYED[name])
 
 
 @pytest.mark.slow
