@@ -211,6 +211,7 @@ def peak_resident_nbytes() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
+@pytest.mark.always
 def test_the_memory_of_the_process_grows_by_the_budgets_and_not_by_the_model(tmp_path):
     """12.6 M parameters: 151 MB of states at 12 bytes, in budgets of 24 + 24 MiB."""
     [(numel, growth, host, device)] = run_ranks(grown, 1, str(tmp_path), group=False)

@@ -444,7 +444,14 @@ def files(folder: Path) -> list[Path]:
     return list(folder.rglob("rank*.bin"))
 
 
-@pytest.mark.parametrize("how", [pytest.param("forward", marks=pytest.mark.slow), "backward", "idle"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param("forward", marks=pytest.mark.slow),
+        "backward",
+        pytest.param("idle", marks=pytest.mark.always),
+    ],
+)
 def test_a_killed_rank_ends_the_other_which_names_it(tmp_path, how):
     other, killed = ends_of(tmp_path, how, signal.SIGKILL, 2)
     assert killed.exit_code == -signal.SIGKILL

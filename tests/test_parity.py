@@ -51,6 +51,7 @@ FAST_DTYPES = (
 )  # fmt: skip
 
 
+@pytest.mark.always
 @pytest.mark.parametrize(
     ("place", "name"), few(FAST, [(place, name) for place in ("host", "nvme", "tight") for name in NAMES])
 )
@@ -59,6 +60,7 @@ def test_one_rank_equals_the_plain_loop_to_the_bit(tmp_path, name, place):
     assert_bitwise(ours, plain_loop(name, 1, steps=STEPS))
 
 
+@pytest.mark.always
 @pytest.mark.parametrize("place", ["part", "striped", "one-version", "auto"])
 def test_placements_do_not_change_numbers(tmp_path, place):
     ours = train(*models.build("llama", seed=2), placements(tmp_path)[place], steps=STEPS)

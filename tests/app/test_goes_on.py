@@ -119,7 +119,7 @@ def stop(patch: pytest.MonkeyPatch, where: str, step: int, error: BaseException)
 
 #: Where it stops, and the step that is kept: a step is committed when the next one has begun.
 STOPS = [
-    ("loss", 4, 3),
+    pytest.param("loss", 4, 3, marks=pytest.mark.always),
     *(
         pytest.param(*each, marks=pytest.mark.slow)
         for each in (
