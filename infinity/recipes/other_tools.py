@@ -36,11 +36,7 @@ def tools() -> Mapping[str, Tool]:
     found = {"": Tool()}
     for name, each in table()["tools"].items():
         base = found[each.get("as", "")]
-        rows = {
-            **base.rows,
-            **each.get("to", {}),
-            **dict.fromkeys(each.get("needless", "").split(), Why("not needed")),
-        }
+        rows = {**base.rows, **each.get("to", {})}
         for why, keys in each.get("missing", {}).items():
             rows |= dict.fromkeys(keys.split(), Why(why))
         found[name] = Tool(

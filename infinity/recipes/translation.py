@@ -16,7 +16,9 @@ from infinity.recipes.recipe import Recipe, keys_of, with_values
 from infinity.recipes.text import ProblemError, parse, resolved
 
 _MOST_NBYTES = 2**20
-_UNKNOWN = Why("not translated: no key here is known to have this meaning")
+_UNKNOWN = Why(
+    "not translated (buffers, sharding, recomputed activations, workers, logs and resuming need no key here)"
+)
 #: Values by the recipe's keys; and whether adapters are trained.
 Values: TypeAlias = dict[str, Any]
 _ADAPTERS = "_lora"
