@@ -3,6 +3,7 @@
 import gc
 import os
 import random
+import signal
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -27,6 +28,9 @@ sys.dont_write_bytecode = False
 
 # A million objects of imported modules live until the end: they are never looked at for garbage.
 gc.disable()
+
+# A shell's background job is started with Ctrl-C ignored, and tests send it to themselves.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, is_hypothesis_test, settings  # noqa: E402

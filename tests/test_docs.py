@@ -249,24 +249,8 @@ def close(model: nn.Module) -> None:
         infinity.close(model)
 
 
-#: Pages that take more than some seconds.
-SLOW = {
-    "planning.md",
-    "checkpoints.md",
-    "interruptions.md",
-    "launchers.md",
-    "training_loops.md",
-    "data.md",
-    "fine_tuning.md",
-    "activations.md",
-    "recipes.md",
-}
-
-
 @pytest.mark.parametrize(
-    "page",
-    [pytest.param(page, marks=[pytest.mark.slow] if page.name in SLOW else []) for page in PAGES],
-    ids=lambda page: page.name,
+    "page", [pytest.param(PAGES[0], marks=pytest.mark.always), *PAGES[1:]], ids=lambda page: page.name
 )
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # dcp.load in one process
 @pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*")  # what Lightning warns itself of

@@ -201,7 +201,6 @@ def evaluate(counts: tuple[int, int]) -> list[Any]:
     return out
 
 
-@pytest.mark.always
 def test_ranks_that_evaluate_more_batches_get_the_weights_of_their_place():
     for alike, longer in run_ranks(several, 2, (evaluate, (1, 1)), (evaluate, (1, 4))):
         assert alike == longer

@@ -13,8 +13,6 @@ from tests.accelerator.harness import HOST, SCHEDULES, Scenario, digest, math_at
 from tests.accelerator.scenarios import FAST, SLOW, TIGHT
 from tests.accelerator.simulator import Schedule
 
-FIRST = "gpt in host memory, clipped"
-
 
 def check(scenario: Scenario, folder: Path, schedules: Sequence[tuple[Schedule, int]] = SCHEDULES) -> None:
     ranks = simulate(scenario, folder, schedules)
@@ -37,9 +35,7 @@ def check(scenario: Scenario, folder: Path, schedules: Sequence[tuple[Schedule, 
         assert ranks[0][0].bits == digest(plain, norms=False)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(FIRST, marks=pytest.mark.always), *(name for name in FAST if name != FIRST)]
-)
+@pytest.mark.parametrize("name", FAST)
 def test_training_is_bitwise_the_same_at_once_and_as_late_as_possible_without_a_race(
     tmp_path: Path, name: str
 ):

@@ -7,7 +7,6 @@ import subprocess
 import threading
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore
@@ -83,7 +82,6 @@ def gather(dies: bool, timeout_s: float, closes: bool = False) -> tuple[str, boo
     return f"{type(errors[0]).__name__}: {errors[0]}", aborted
 
 
-@pytest.mark.always
 def test_a_peer_that_dies_inside_a_collective_is_named_long_before_the_time_is_over():
     with start_ranks(gather, 2, True, 10_000.0) as running:
         survivor, _ = running.wait()

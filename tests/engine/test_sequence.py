@@ -134,7 +134,7 @@ def full(model: Any) -> dict[str, torch.Tensor]:
     [
         ("few key heads", True, 2, 2),
         pytest.param("few key heads", True, 4, 4, marks=pytest.mark.slow),
-        pytest.param("long rope", False, 2, 2, marks=pytest.mark.always),
+        ("long rope", False, 2, 2),
         pytest.param("sliding", True, 4, 2, marks=pytest.mark.slow),
         pytest.param("sliding", False, 2, 2, marks=pytest.mark.slow),
         pytest.param("experts", False, 4, 2, marks=pytest.mark.slow),

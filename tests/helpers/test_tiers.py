@@ -9,11 +9,13 @@ from tests.helpers import tiers
 from tests.helpers.launch import ROOT
 
 REPORT = """<testsuites><testsuite>
-<testcase classname="tests.test_a" name="test_long" time="{long}" />
-<testcase classname="tests.test_a" name="test_cases[one]" time="{long}" />
-<testcase classname="tests.test_a" name="test_cases[two]" time="0.5" />
-<testcase classname="tests.b.test_c" name="test_all_long[x[0]]" time="{long}" />
-<testcase classname="tests.b.test_c" name="test_all_long[y]" time="1.5" />
+<testcase classname="tests.test_a" name="test_one" time="2" />
+<testcase classname="tests.test_a" name="test_cases[x[0]]" time="1.5" />
+<testcase classname="tests.test_a" name="test_cases[y]" time="1" />
+<testcase classname="tests.test_a" name="test_cases[z]" time="0.1" />
+<testcase classname="tests.test_a" name="test_short" time="0.3" />
+<testcase classname="tests.b.test_c" name="test_all_long[x]" time="{long}" />
+<testcase classname="tests.b.test_c" name="test_all_long[y]" time="9" />
 </testsuite></testsuites>"""
 
 
@@ -27,18 +29,14 @@ def test_each_name_in_the_list_is_a_test() -> None:
     assert not gone, "renamed or gone; rename or remove them in tests/thorough.txt, too"
 
 
-def test_what_took_long_in_every_report_is_thorough(tmp_path: Path) -> None:
+def test_what_is_beyond_the_seconds_of_its_file_in_every_report_is_thorough(tmp_path: Path) -> None:
     reports = [tmp_path / "busy.xml", tmp_path / "idle.xml"]
-    for report, long_s in zip(reports, (9, 2), strict=True):
+    for report, long_s in zip(reports, (9, 5), strict=True):
         report.write_text(REPORT.format(long=long_s))
-    names = tiers.long(reports)
-    assert names == [
-        "tests/b/test_c.py::test_all_long",
-        "tests/test_a.py::test_cases[one]",
-        "tests/test_a.py::test_long",
-    ]
-    reports[1].write_text(REPORT.format(long=0.1))
-    assert tiers.long(reports) == ["tests/b/test_c.py::test_all_long[y]"]
+    cases = "tests/test_a.py::test_cases"
+    assert tiers.long(reports) == ["tests/b/test_c.py::test_all_long", f"{cases}[x[0]]"]
+    reports[1].write_text(REPORT.format(long=1))
+    assert tiers.long(reports) == ["tests/b/test_c.py::test_all_long[y]", f"{cases}[x[0]]"]
 
 
 def test_names_are_of_tests_and_of_cases_and_a_guarantee_is_always_shown() -> None:

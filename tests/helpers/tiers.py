@@ -1,8 +1,8 @@
-"""Which tests ``make test`` runs, so that it takes minutes: all that are short, and some that are not.
+"""Which tests ``make test`` runs, so that it takes minutes: of each file the shortest.
 
-What took long when it was measured last is *thorough*: ``make check`` and CI run it, ``make test`` does not.
-``tests/thorough.txt`` lists it, so that no test says how fast a machine is. A test marked ``always`` is never
-thorough: of each guarantee ``make test`` shows at least one case. Reports of the whole suite make the list::
+The others are *thorough*: ``make check`` and CI run them, too. ``tests/thorough.txt`` lists them by what was
+measured, so that no test says how fast a machine is; of a guarantee that is long to show, a case is marked
+``always`` and never thorough. Reports of the whole suite make the list::
 
     pytest -n 3 --dist worksteal --ignore tests/ecosystem --junitxml report.xml
     python -m tests.helpers.tiers report.xml
@@ -17,8 +17,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-#: A test, or a case of one, that takes longer is thorough (s, as a worker beside others measures it).
-SHORT_S = 1.0
+#: What the tests of a file may take in ``make test``, a case of each before others (s of a worker).
+FILE_S = 3.5
+#: What takes no longer is never thorough (s).
+SHORT_S = 0.3
 LISTED = Path(__file__).parents[1] / "thorough.txt"
 
 
@@ -35,21 +37,30 @@ def mark_thorough(items: Iterable[pytest.Item], names: Iterable[str]) -> None:
             item.add_marker(pytest.mark.thorough)
 
 
-def long(reports: Iterable[Path], short_s: float = SHORT_S) -> list[str]:
-    """Tests whose every case takes longer than ``short_s`` in each report, and longer cases of the others."""
+def long(reports: Iterable[Path]) -> list[str]:
+    """What is beyond the limits of its file by the least time in any report: tests, and cases of others."""
     least_s: dict[str, float] = {}
     for report in reports:
         for case in ElementTree.parse(report).getroot().iter("testcase"):
             name = f"{case.attrib['classname'].replace('.', '/')}.py::{case.attrib['name']}"
             least_s[name] = min(least_s.get(name, float("inf")), float(case.attrib["time"]))
-    tests: dict[str, list[str]] = defaultdict(list)
-    for name in least_s:
-        tests[_test_of(name)].append(name)
-    names = []
-    for test, cases in tests.items():
-        beyond = [name for name in cases if least_s[name] > short_s]
-        names += [test] if len(beyond) == len(cases) else beyond
-    return sorted(names)
+    short: set[str] = set()  # tests of which a case is not thorough
+    beyond, spent_s = [], defaultdict[str, float](float)
+    for name in _shortest_first(least_s):
+        file = name.partition("::")[0]
+        if least_s[name] <= SHORT_S or spent_s[file] + least_s[name] <= FILE_S:
+            spent_s[file] += least_s[name]
+            short.add(_test_of(name))
+        else:
+            beyond.append(name)
+    return sorted({name if _test_of(name) in short else _test_of(name) for name in beyond})
+
+
+def _shortest_first(taken_s: dict[str, float]) -> list[str]:
+    """The shortest case of each test, then all others."""
+    names = sorted(taken_s, key=lambda name: taken_s[name])
+    first = {_test_of(name): name for name in reversed(names)}
+    return sorted(names, key=lambda name: first[_test_of(name)] != name)
 
 
 def _test_of(name: str) -> str:
