@@ -1,7 +1,6 @@
 """``infinity recipe --from``: another tool's configuration as a recipe, and what of it no recipe says."""
 
 import json
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, get_args, get_origin
@@ -73,16 +72,14 @@ def translate(name: str) -> Translation:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Read JSON, YAML or (by its suffix) TOML."""
+    """Read JSON or YAML."""
     with library_errors(RecipeError, f"{path}: cannot be read"):
         text = read_file(path, _MOST_NBYTES).decode()
-        given: Any = tomllib.loads(text) if path.suffix == ".toml" else None
-    if given is None:
-        try:
-            given = parse(text)
-            given = resolved(given) if isinstance(given, dict) else given
-        except ProblemError as error:
-            raise RecipeError(f"{path}{error.line}: not valid YAML or JSON: {error}") from error
+    try:
+        given = parse(text)
+        given = resolved(given) if isinstance(given, dict) else given
+    except ProblemError as error:
+        raise RecipeError(f"{path}{error.line}: not valid YAML or JSON: {error}") from error
     if not isinstance(given, dict) or not given:
         raise RecipeError(f"{path}: wanted keys and values; got {shown(given)}")
     return given
@@ -171,7 +168,7 @@ def _set(values: Values, key: str, value: Any) -> None:
     setting, called = keys_of(Recipe)[key], table()["values"].get(key, {})
 
     def ours(each: Any) -> Any:
-        return called.get(str(each).lower().rpartition(".")[2], each)
+        return called.get(str(each).lower(), each)
 
     value = _CONVERTED[key](value) if key in _CONVERTED else value
     if get_origin(setting.hint) is tuple:

@@ -142,7 +142,7 @@ def test_a_run_is_as_long_as_its_steps_or_its_epochs(tmp_path: Path) -> None:
 
 def test_names_of_other_tools_stand_for_keys_that_there_are() -> None:
     assert set(known_as().values()) <= keys_of(Recipe).keys()
-    assert {"learning_rate", "micro_batch_size", "cutoff_len", "local_batch_size"} <= known_as().keys()
+    assert {"learning_rate", "micro_batch_size", "cutoff_len"} <= known_as().keys()
 
 
 @pytest.mark.parametrize(
