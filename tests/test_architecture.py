@@ -298,7 +298,7 @@ ROOM_BUDGETS = {
     "partition": 2776,
     "planner": 2202,
     "predict": 4939,
-    "recipes": 1617,
+    "recipes": 1614,
     "shards": 5238,
 }
 
