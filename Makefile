@@ -9,7 +9,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check -qq
 TORCH  := $(shell grep '^torch==' constraints.txt)
 CORES  := $(shell nproc 2>/dev/null || echo 2)
 RANKS  ?= 2
-BENCHMARKS := storage update train speculation activations checkpoint base schedule durability papers moe overhead collectives nodes sequence
+BENCHMARKS := storage update train speculation activations checkpoint base schedule durability papers moe overhead collectives nodes sequence policies
 # One thread per core in all: ranks that each take every core only wait for each other.
 OMP    := $(shell n=$$(($(CORES) / $(RANKS))); echo $$((n > 0 ? n : 1)))
 # Processes of the suite; each takes about 1 GB, and some tests start two more. One more than cores, because

@@ -10,6 +10,7 @@ and still holds at one time, as counted; weights, gradients and states are left 
 """
 
 import contextlib
+import math
 import os
 import resource
 import statistics
@@ -36,6 +37,8 @@ WARMUP = METERED + 1
 #: Steps after those, with which a prediction is compared: the machine is as fast as when it was made.
 FRESH = 3
 BESIDE = "keep, fio beside"
+#: Pixels of a side of ViT's patches.
+PATCH = 16
 AS_RECOMPUTE = "plan, recompute's peak"
 TARGET_PEAK, TARGET_TIME, TARGET_PREDICTED, TARGET_BOUND = 0.53, 1.03, 0.10, 1.05
 
@@ -119,6 +122,8 @@ def make(job: Job) -> nn.Module:
             num_hidden_layers=job.layers, num_attention_heads=heads, max_position_embeddings=job.length,
         )  # fmt: skip
         model = BertForMaskedLM(config)
+    elif job.model in ("vit", "moe", "resnet"):
+        model = _make_more(job)
     else:
         config = T5Config(
             vocab_size=job.vocabulary, d_model=job.hidden, d_kv=64, d_ff=inner, num_layers=job.layers // 2,
@@ -128,8 +133,51 @@ def make(job: Job) -> nn.Module:
     return model.to(DTYPES[job.dtype]).train()
 
 
+def _make_more(job: Job) -> nn.Module:
+    """A classifier of images (of ``length`` patches, or of ``length`` pixels a side), or a mixture."""
+    from transformers import (
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        ResNetConfig,
+        ResNetForImageClassification,
+        ViTConfig,
+        ViTForImageClassification,
+    )
+
+    heads, inner = max(1, job.hidden // 64), 4 * job.hidden
+    if job.model == "vit":
+        return ViTForImageClassification(
+            ViTConfig(
+                hidden_size=job.hidden, intermediate_size=inner, num_hidden_layers=job.layers,
+                num_attention_heads=heads, image_size=side(job), patch_size=PATCH, num_labels=10,
+            )
+        )  # fmt: skip
+    if job.model == "resnet":
+        return ResNetForImageClassification(
+            ResNetConfig(
+                embedding_size=job.hidden // 8, hidden_sizes=[job.hidden >> n for n in (2, 1, 0)],
+                depths=[job.layers // 4, job.layers // 2, job.layers // 4], num_labels=10,
+            )
+        )  # fmt: skip
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=job.vocabulary, hidden_size=job.hidden, intermediate_size=inner, use_cache=False,
+            moe_intermediate_size=job.hidden, num_experts=8, num_experts_per_tok=2, head_dim=64,
+            num_hidden_layers=job.layers, num_attention_heads=heads, num_key_value_heads=heads,
+        )
+    )  # fmt: skip
+
+
+def side(job: Job) -> int:
+    """Pixels of a side of an image with as many patches as a sequence has tokens, or of ResNet's."""
+    return job.length if job.model == "resnet" else PATCH * math.isqrt(job.length)
+
+
 def batch(job: Job, step: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(step)
+    if job.model in ("vit", "resnet"):
+        pixels = torch.randn(job.rows, 3, side(job), side(job), generator=generator).to(DTYPES[job.dtype])
+        return {"pixel_values": pixels, "labels": torch.randint(10, (job.rows,), generator=generator)}
     ids = torch.randint(job.vocabulary, (job.rows, job.length), generator=generator)
     return {"input_ids": ids, "labels": ids.clone()}
 
@@ -183,6 +231,16 @@ class Trainer:
             "bound_s": bound(planning.profile, planning.hardware, capacity_of(planning)) if planning else 0.0,
             "recomputed": len(planning.plan.recomputed) if planning else 0,
         }  # fmt: skip
+
+    def profile(self, folder: str) -> None:
+        """Step until a plan has been made (policy ``plan``), and write it with its profile."""
+        for _ in range(WARMUP):
+            self._step()
+        self.saved(folder)
+
+    def saved(self, folder: str) -> None:
+        """Write the plan and its profile."""
+        self._served.planning.save(Path(folder))
 
     def turn(self, steps: int, moves: tuple[float, float] | None) -> list[float]:
         """Seconds of each of some steps, beside the bytes per second that fio reads and writes."""
