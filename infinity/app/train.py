@@ -41,7 +41,7 @@ from infinity.device.accelerator import memory_nbytes
 from infinity.device.machine import default_threads, local_ranks, set_rank_threads, total_host_nbytes
 from infinity.observe import metrics
 from infinity.observe.metrics import View
-from infinity.observe.sinks import SINKS
+from infinity.observe.sinks import SINKS, Sink
 from infinity.observe.timeline import write_trace
 from infinity.recipes.models import GPT, require_causal
 from infinity.recipes.objectives import OBJECTIVES, loaded_as
@@ -202,9 +202,9 @@ def _open_files(recipe: Recipe, model: Any, folder: Path, views: View, after: in
     if recipe.train.sample_every is not None:
         views.add(SamplesFile(folder / SAMPLES, after=after))
     settings = {key: recipe.value(key) for key in keys_of(Recipe)}
-    for key, sink in SINKS.items():
+    for key in SINKS:
         if getattr(recipe.observe, key):
-            views.add(sink(folder, after=after, settings=settings, say=views.log))
+            views.add(Sink(key, folder, after=after, settings=settings, say=views.log))
 
 
 def _predicted(recipe: Recipe, total_s: float, optimizer: Any) -> metrics.PredictedStep | None:

@@ -15,12 +15,11 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
 from infinity.core.config import Config, option
-from infinity.core.errors import InfinityError, first_line
+from infinity.core.errors import InfinityError, first_line, optional_package
 from infinity.core.files import read_file, write_file
 from infinity.observe.metrics import Evaluation, Sample, StepReport, View, perplexity
 
@@ -42,161 +41,126 @@ class ObserveConfig(Config):
     timeline: bool = option(False, "write timeline.json, for Perfetto and chrome://tracing")
 
 
+class Writer(NamedTuple):
+    """Says what a package does with scalars of a step, by name, with a text of a step, and at the end."""
+
+    put: Callable[[int, Mapping[str, float]], object]
+    write: Callable[[int, str, str], object]
+    end: Callable[[], object]
+
+
 class Sink(View):
-    """View that hands scalars, by name, to a package.
+    """View that hands scalars and samples to a package.
 
     Args:
+        key: Its name in ``observe``, as an extra and in the run's folder.
         folder: The run's, whose name is the run's there.
         after: Steps after this one are made again; -1: the run begins.
         settings: The recipe by key, such as ``train.steps``.
         say: Gets a line for people if the sink fails.
     """
 
-    #: Its name in ``observe``, as an extra and in the run's folder; and the module that is imported.
-    key: ClassVar[str]
-    module: ClassVar[str]
-
     def __init__(
-        self, folder: Path, *, after: int = -1, settings: Mapping[str, Any] | None = None,
+        self, key: str, folder: Path, *, after: int = -1, settings: Mapping[str, Any] | None = None,
         say: Callable[[str], object] = lambda line: None,
     ) -> None:  # fmt: skip
-        self._folder, self._after, self._say, self._failed = folder, after, say, False
-        try:
-            package = import_module(self.module)
-        except ImportError as error:
-            raise InfinityError(
-                f"observe.{self.key} needs a package: pip install 'infinity-offload[{self.key}]'"
-            ) from error
-        self._try(self.begin, package, settings or {})
+        self.folder, self.after, self.settings = folder, after, settings or {}
+        self._key, self._say, self._writer = key, say, Writer(*[lambda *given: None] * 3)
+        module, begin = SINKS[key]
+        package = optional_package(module, key, InfinityError, f"observe.{key} needs a package")
+        self._try(lambda: setattr(self, "_writer", begin(package, self)))
 
     def step(self, report: StepReport | Evaluation) -> None:
         scalars = {name: float(each) for name, each in scalars_of(report).items() if each is not None}
-        self._try(self.put, report.step, scalars)
+        self._try(self._writer.put, report.step, scalars)
 
     def evaluated(self, found: Evaluation) -> None:
         self.step(found)
 
     def sampled(self, sample: Sample) -> None:
         name = "/".join(filter(None, ("samples", sample.adapter, str(sample.number))))
-        self._try(self.write, sample.step, name, str(sample))
+        self._try(self._writer.write, sample.step, name, str(sample))
 
     def close(self) -> None:
-        self._try(self.end)
-
-    def begin(self, package: Any, settings: Mapping[str, Any]) -> None:
-        """Begin a run, or go on with it."""
-        raise NotImplementedError
-
-    def put(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Add scalars of a step."""
-        raise NotImplementedError
-
-    def write(self, step: int, name: str, text: str) -> None:
-        """Add a text of a step."""
-        raise NotImplementedError
-
-    def end(self) -> None:
-        """End the run, after all scalars have arrived."""
-        raise NotImplementedError
+        self._try(self._writer.end)
 
     def number(self, make: Callable[[], str]) -> str:
         """Return the number of the run, which ``make`` returns when it begins."""
-        path = self._folder / f"{self.key}.id"
-        if self._after >= 0 and path.exists():
+        path = self.folder / f"{self._key}.id"
+        if self.after >= 0 and path.exists():
             return read_file(path, _MOST_NBYTES).decode().strip()
         number = make()
         write_file(path, f"{number}\n")
         return number
 
     def _try(self, do: Callable[..., object], *given: Any) -> None:
-        """Call ``do``; if that fails, now or earlier, do nothing: see [Note: a sink harms nothing]."""
-        if self._failed:
-            return
+        """Call ``do``; if that fails, never call anything again: see [Note: a sink harms nothing]."""
         try:
             do(*given)
         except Exception as error:
-            self._failed = True
-            self._say(f"WARNING: observe.{self.key} failed, training goes on without it: {first_line(error)}")
+            self._writer = Writer(*[lambda *given: None] * 3)
+            self._say(
+                f"WARNING: observe.{self._key} failed, training goes on without it: {first_line(error)}"
+            )
 
 
-class TensorBoard(Sink):
-    """Writes events into the folder ``tensorboard`` of the run's."""
+def _tensorboard(package: Any, run: Sink) -> Writer:
+    """Write events into the folder ``tensorboard`` of the run's."""
+    events = package.SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.after + 1)
 
-    key, module = "tensorboard", "torch.utils.tensorboard"
-
-    def begin(self, package: Any, settings: Mapping[str, Any]) -> None:
-        folder = str(self._folder / "tensorboard")
-        self._writer = package.SummaryWriter(folder, purge_step=self._after + 1)
-
-    def put(self, step: int, scalars: Mapping[str, float]) -> None:
+    def put(step: int, scalars: Mapping[str, float]) -> None:
         for name, value in scalars.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+            events.add_scalar(name, value, step)
+        events.flush()
 
-    def write(self, step: int, name: str, text: str) -> None:
-        self._writer.add_text(name, text, step)
-
-    def end(self) -> None:
-        self._writer.close()
+    return Writer(put, lambda step, name, text: events.add_text(name, text, step), events.close)
 
 
-class WeightsAndBiases(Sink):
-    """Logs to Weights & Biases; ``WANDB_PROJECT``, ``WANDB_MODE=offline`` and the like are its own."""
-
-    key, module = "wandb", "wandb"
-
-    def begin(self, package: Any, settings: Mapping[str, Any]) -> None:
-        self._run = package.init(
-            project=os.environ.get("WANDB_PROJECT", _PROJECT), name=self._folder.name,
-            id=self.number(lambda: secrets.token_hex(8)), resume="allow", dir=str(self._folder),
-            config=dict(settings),
-        )  # fmt: skip
-
-    def put(self, step: int, scalars: Mapping[str, float]) -> None:
-        self._run.log(dict(scalars), step=step)
-
-    def write(self, step: int, name: str, text: str) -> None:
-        self._run.log({name: text}, step=step)
-
-    def end(self) -> None:
-        self._run.finish()
+def _wandb(package: Any, run: Sink) -> Writer:
+    """Log to Weights & Biases; ``WANDB_PROJECT``, ``WANDB_MODE=offline`` and the like are its own."""
+    logged = package.init(
+        project=os.environ.get("WANDB_PROJECT", _PROJECT), name=run.folder.name,
+        id=run.number(lambda: secrets.token_hex(8)), resume="allow", dir=str(run.folder),
+        config=dict(run.settings),
+    )  # fmt: skip
+    return Writer(
+        lambda step, scalars: logged.log(dict(scalars), step=step),
+        lambda step, name, text: logged.log({name: text}, step=step),
+        logged.finish,
+    )
 
 
-class MLflow(Sink):
-    """Logs to MLflow; ``MLFLOW_TRACKING_URI`` and ``MLFLOW_EXPERIMENT_NAME`` are its own."""
+def _mlflow(package: Any, run: Sink) -> Writer:
+    """Log to MLflow; ``MLFLOW_TRACKING_URI`` and ``MLFLOW_EXPERIMENT_NAME`` are its own."""
+    client, name = package.MlflowClient(), os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)
 
-    key, module = "mlflow", "mlflow"
+    def made() -> str:
+        found = client.get_experiment_by_name(name)
+        experiment = client.create_experiment(name) if found is None else found.experiment_id
+        number: str = client.create_run(experiment, run_name=run.folder.name).info.run_id
+        for key, value in run.settings.items():
+            client.log_param(number, key, value)
+        return number
 
-    def begin(self, package: Any, settings: Mapping[str, Any]) -> None:
-        self._metric = package.entities.Metric
-        self._client = package.MlflowClient()
-        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)
+    def put(step: int, scalars: Mapping[str, float]) -> None:
+        now_ms, metric = int(1000 * time.time()), package.entities.Metric
+        client.log_batch(number, [metric(name, value, now_ms, step) for name, value in scalars.items()])
 
-        def made() -> str:
-            found = self._client.get_experiment_by_name(name)
-            experiment = self._client.create_experiment(name) if found is None else found.experiment_id
-            number: str = self._client.create_run(experiment, run_name=self._folder.name).info.run_id
-            for key, value in settings.items():
-                self._client.log_param(number, key, value)
-            return number
-
-        self._number = self.number(made)
-        self._client.update_run(self._number, status="RUNNING")
-
-    def put(self, step: int, scalars: Mapping[str, float]) -> None:
-        now_ms = int(1000 * time.time())
-        metrics = [self._metric(name, value, now_ms, step) for name, value in scalars.items()]
-        self._client.log_batch(self._number, metrics=metrics)
-
-    def write(self, step: int, name: str, text: str) -> None:
-        self._client.log_text(self._number, text, f"{name}/step-{step}.txt")
-
-    def end(self) -> None:
-        self._client.set_terminated(self._number)
+    number = run.number(made)
+    client.update_run(number, status="RUNNING")
+    return Writer(
+        put,
+        lambda step, name, text: client.log_text(number, text, f"{name}/step-{step}.txt"),
+        lambda: client.set_terminated(number),
+    )
 
 
-#: Every sink, by its key in ``observe``.
-SINKS: dict[str, type[Sink]] = {each.key: each for each in (TensorBoard, WeightsAndBiases, MLflow)}
+#: The module of each sink, by its key in ``observe``, and what begins a run there, or goes on with it.
+SINKS: dict[str, tuple[str, Callable[[Any, Sink], Writer]]] = {
+    "tensorboard": ("torch.utils.tensorboard", _tensorboard),
+    "wandb": ("wandb", _wandb),
+    "mlflow": ("mlflow", _mlflow),
+}
 
 
 def scalars_of(line: StepReport | Evaluation) -> dict[str, float | None]:

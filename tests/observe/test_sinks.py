@@ -11,7 +11,7 @@ import pytest
 
 from infinity.core.errors import InfinityError
 from infinity.observe.metrics import Evaluation, Sample, StepReport
-from infinity.observe.sinks import SINKS, MLflow, TensorBoard, WeightsAndBiases
+from infinity.observe.sinks import SINKS, Sink
 
 REPORT = StepReport(
     step=2, loss=3.25, lr=1e-3, grad_norm=0.5, skipped=False, step_s=2.0, tokens=4096,
@@ -28,7 +28,7 @@ def test_tensorboard_drops_what_a_run_goes_on_before(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for after, loss in ((-1, 5.0), (2, 4.0), (-1, 3.0)):
-        board = TensorBoard(tmp_path, after=after)
+        board = Sink("tensorboard", tmp_path, after=after)
         for step in range(max(after, 0) + 1, max(after, 0) + 4):
             board.step(replace(REPORT, step=step, loss=loss))
         board.close()
@@ -46,7 +46,7 @@ def test_tensorboard_gets_the_scalars(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    board = TensorBoard(tmp_path)
+    board = Sink("tensorboard", tmp_path)
     board.step(REPORT)
     board.evaluated(Evaluation(2, 3.5, metrics={"code/loss": 3.0}))
     board.sampled(SAMPLE)
@@ -71,7 +71,7 @@ def test_wandb_gets_the_scalars_offline(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("WANDB_SILENT", "true")
     said: list[str] = []
     for after in (-1, 2):
-        sink = WeightsAndBiases(tmp_path, after=after, settings={"train.steps": 3}, say=said.append)
+        sink = Sink("wandb", tmp_path, after=after, settings={"train.steps": 3}, say=said.append)
         sink.step(replace(REPORT, step=3 if after > 0 else 2))
         sink.sampled(SAMPLE._replace(step=3 if after > 0 else 2))
         sink.close()
@@ -91,7 +91,7 @@ def test_mlflow_gets_the_scalars_and_a_run_goes_on(tmp_path: Path, monkeypatch: 
     (tmp_path / "mine").mkdir()
     for after, step in ((-1, 2), (2, 3)):
         how: Any = {"after": after, "settings": {"train.steps": 3}, "say": said.append}
-        sink = MLflow(tmp_path / "mine", **how)
+        sink = Sink("mlflow", tmp_path / "mine", **how)
         sink.step(replace(REPORT, step=step, loss=1.0 / step))
         sink.sampled(SAMPLE._replace(step=step))
         sink.close()
@@ -121,7 +121,7 @@ def test_a_sink_that_fails_is_said_once_and_training_goes_on(
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", Failing("wandb"))
     said: list[str] = []
-    sink = WeightsAndBiases(tmp_path, say=said.append)
+    sink = Sink("wandb", tmp_path, say=said.append)
     for _ in range(3):
         sink.step(REPORT)
     sink.close()
@@ -132,7 +132,7 @@ def test_a_sink_that_fails_is_said_once_and_training_goes_on(
 def test_a_package_that_is_missing_is_an_error_before_training(
     key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, SINKS[key].module, None)
+    monkeypatch.setitem(sys.modules, SINKS[key][0], None)
     wanted = rf"observe\.{key} needs a package: pip install 'infinity-offload\[{key}\]'"
     with pytest.raises(InfinityError, match=wanted):
-        SINKS[key](tmp_path)
+        Sink(key, tmp_path)
