@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from infinity.app.train import open_inputs
 from infinity.data.opening import Data
@@ -14,10 +13,8 @@ from infinity.recipes.loading import load_recipe
 
 #: Examples that are shown, and the most tokens of each.
 _EXAMPLES, _MOST_TOKENS = 3, 400
-#: Around tokens that count in the loss, where there are no colours.
+#: Around tokens that count in the loss.
 _MARKS = "\u27e6", "\u27e7"
-_TRAINED, _MASKED = "bold green", "dim"
-_BAR = 40
 #: Those of the table of sources; lengths are in tokens.
 _COLUMNS = (
     "source", "documents", "tokens", "in the loss", "median", "p95", "longest", "truncated", "without target",
@@ -35,12 +32,9 @@ def show_data(path: str, overrides: Sequence[str], console: Console) -> None:
     for name, each in data.items():
         if name:
             console.print(f"\nadapter {name}", style="bold", markup=False)
-        for text in _examples(each, console.is_terminal):
-            console.print(text, soft_wrap=True)
+        for line in _examples(each):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
         console.print(_sources(each))
-        console.print("\ndocuments by their tokens", style="bold")
-        for line in _histogram(each):
-            console.print(line, markup=False, highlight=False)
         console.print()
         epoch = each.train.micro_batches_per_epoch / recipe.train.accumulate
         about = "about " * each.train.estimated
@@ -48,8 +42,8 @@ def show_data(path: str, overrides: Sequence[str], console: Console) -> None:
             console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _examples(data: Data, coloured: bool) -> Iterator[Text]:
-    """Yield documents of different sources, those in the loss told apart from those that are masked."""
+def _examples(data: Data) -> Iterator[str]:
+    """Yield documents of different sources, with marks around what counts in the loss."""
     together = max(1, data.layout.kind.documents)
     parts = [part for part in data.sources.parts if len(part.documents)]
     for number in range(_EXAMPLES):
@@ -59,23 +53,16 @@ def _examples(data: Data, coloured: bool) -> Iterator[Text]:
             continue
         at = turn * count // min(count, _EXAMPLES) * together
         for begin, end in part.documents[at : at + together, :2].tolist():
-            of = f" of {part.name}, {end - begin:,} tokens"
-            yield Text.assemble((f"example {number + 1}", "bold"), of)
-            yield _document(data, begin, end, coloured)
-    yield Text.assemble(
-        ("in the loss" if coloured else f"{_MARKS[0]}in the loss{_MARKS[1]}", _TRAINED),
-        ", ", ("not in the loss", _MASKED), "\n",
-    )  # fmt: skip
+            yield f"example {number + 1} of {part.name}, {end - begin:,} tokens"
+            yield _document(data, begin, end)
+    yield f"{_MARKS[0]}in the loss{_MARKS[1]}, not in the loss\n"
 
 
-def _document(data: Data, begin: int, end: int, coloured: bool) -> Text:
-    text, shown = Text(), min(end, begin + _MOST_TOKENS)
-    for trained, run in _runs(data, begin, shown):
-        before, after = _MARKS if trained and not coloured else ("", "")
-        text.append(f"{before}{_printable(run)}{after}", _TRAINED if trained else _MASKED)
-    if end > shown:
-        text.append(f"... and {end - shown:,} more tokens", "dim italic")
-    return text.append("\n")
+def _document(data: Data, begin: int, end: int) -> str:
+    shown = min(end, begin + _MOST_TOKENS)
+    runs = ((_MARKS if trained else ("", ""), run) for trained, run in _runs(data, begin, shown))
+    more = f"... and {end - shown:,} more tokens" if end > shown else ""
+    return "".join(f"{before}{_printable(run)}{after}" for (before, after), run in runs) + f"{more}\n"
 
 
 def _runs(data: Data, begin: int, end: int) -> Iterator[tuple[bool, str]]:
@@ -120,17 +107,3 @@ def _figures(data: Data, part: Part) -> Iterator[str | int | float]:
 
 def _cell(value: str | int | float) -> str:
     return f"{value:.0%}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else value
-
-
-def _histogram(data: Data) -> Iterator[str]:
-    """Yield a line for each doubling of the length, with how many documents have it."""
-    documents = data.sources.tokens.documents
-    lengths = documents[:, 1] - documents[:, 0]
-    bins = np.bincount(np.log2(np.maximum(lengths, 1)).astype(np.int64))
-    longest, first = max(1, int(bins.max())), int(np.flatnonzero(bins)[0])
-    for power, count in list(enumerate(bins.tolist()))[first:]:
-        bar = "\u2588" * round(_BAR * count / longest) or "\u258f" * (count > 0)
-        limit = f"  <- model.seq_len={data.layout.seq_len:,}" * (
-            2**power <= data.layout.seq_len < 2 ** (power + 1)
-        )
-        yield f"{2**power:>9,} to {2 ** (power + 1) - 1:<9,} {count:>9,} {bar}{limit}"

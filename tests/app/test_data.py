@@ -33,11 +33,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def shown(*overrides: str, terminal: bool = False) -> str:
+def shown(*overrides: str) -> str:
     out = io.StringIO()
-    color: Any = "truecolor" if terminal else None
-    console = Console(file=out, force_terminal=terminal, width=150, color_system=color)
-    show_data("recipe.yaml", overrides, console)
+    show_data("recipe.yaml", overrides, Console(file=out, width=150))
     return out.getvalue()
 
 
@@ -46,14 +44,7 @@ def test_examples_of_each_source_have_what_counts_in_the_loss_in_brackets(folder
     assert "example 1 of a.jsonl, 41 tokens\nuser: a \\x1b[31mred one?\nassistant: \u27e6the end\\x00" in said
     assert "example 2 of b.jsonl, 10 tokens\n\u27e6ccccccccc\\x00\u27e7\n" in said
     assert "example 3 of a.jsonl" in said
-    assert "\x1b" not in said  # neither colours, nor what the data would do to a terminal
-
-
-def test_on_a_terminal_they_are_told_apart_by_colours(folder: Path) -> None:
-    said = shown(terminal=True)
-    assert "\u27e6" not in said
-    assert "\x1b[1;32mthe end\\x00\x1b[0m" in said
-    assert "\x1b[2muser: a \\x1b" in said
+    assert "\x1b" not in said  # nothing of what the data would do to a terminal
 
 
 def test_every_source_has_its_figures(folder: Path) -> None:
@@ -65,10 +56,8 @@ def test_every_source_has_its_figures(folder: Path) -> None:
     assert rows["all"][:2] == ["52", "1,672"]
 
 
-def test_lengths_are_counted_and_notes_say_how_the_rest_is_used(folder: Path) -> None:
+def test_notes_say_how_the_rest_is_used(folder: Path) -> None:
     said = shown("data.weights=[1,3]")
-    assert "       32 to 63" in said
-    assert "<- model.seq_len=40" in said
     assert "data.files: skipped 1 malformed rows; the first: " in said
     assert "75.0% of each batch; as many steps as an epoch has without weights take each of them" in said
     assert "an epoch is " in said
