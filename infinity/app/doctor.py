@@ -2,9 +2,9 @@
 
 [Note: ranks that do not come]
 Ranks meet in a store, not in a process group, so that one that does not come is named. Each examines its
-machine, tries to reach the others where gloo would, compares its clock with rank 0's, and sends what it
-found to rank 0. Every wait has a time limit: a check that blocks, as one of a dead drive does, is left on its
-thread and named.
+machine, tries to reach the others where gloo would, compares its clock with rank 0's, which is in the store,
+and sends what it found to rank 0. Every wait has a time limit: a check that blocks, as one of a dead drive
+does, is left on its thread and named.
 """
 
 import contextlib
@@ -14,7 +14,6 @@ import platform
 import resource
 import shutil
 import socket
-import struct
 import threading
 import time
 from collections import Counter
@@ -52,8 +51,8 @@ _PACKAGES = "torch", "numba", "numpy", "safetensors", "transformers", "libaio", 
 _SAME = "python", "infinity", "torch"
 #: Clocks that differ by more are told of: files' ages, and lines of several machines' logs, are compared (s).
 _MOST_SKEW_S = 1.0
-#: Ranks after this one that it tries to reach; how long each may take, and how often a clock is read.
-_NEIGHBORS, _REACH_S, _READINGS = 32, 3.0, 4
+#: Ranks after this one that it tries to reach, and how long each may take.
+_NEIGHBORS, _REACH_S = 32, 3.0
 #: NCCL's buffers between devices of one machine, and files that a rank opens beside its connections.
 _LEAST_SHM_NBYTES, _FILES = 2**30, 32
 _PAUSE_S, _FAREWELL_S = 0.05, 5.0
@@ -196,13 +195,12 @@ class Examination:
 class Meeting:
     """The ranks of a launch, in a store that rank 0 or torchrun keeps; raises a RuntimeError without one.
 
-    Each rank has a port, at which it tells the time.
+    Each rank listens at a port. While rank 0 waits, it keeps the time of its clock in the store.
     """
 
     def __init__(self, launch: Launch, patience_s: float) -> None:
-        self.launch, self.patience_s, self._stack = launch, patience_s, contextlib.ExitStack()
-        self._server = self._stack.enter_context(socket.create_server(("", 0), backlog=128))
-        threading.Thread(target=self._tell_time, name="infinity-clock", daemon=True).start()
+        self.launch, self.patience_s = launch, patience_s
+        self._server = socket.create_server(("", 0), backlog=128)
         by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         store = TCPStore(
             os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), wait_for_workers=False,
@@ -210,20 +208,19 @@ class Meeting:
         )  # fmt: skip
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._store: Any = PrefixStore(f"infinity/doctor/{start}", store)
-        place = socket.gethostname(), own_address(), self._server.getsockname()[1]
-        self._store.set(f"at/{launch.rank}", json.dumps(place))
+        self._put("at", (socket.gethostname(), own_address(), self._server.getsockname()[1]))
 
-    def _tell_time(self) -> None:
-        with contextlib.suppress(OSError):  # it was closed
-            while True:
-                with self._server.accept()[0] as asking:
-                    asking.sendall(struct.pack("d", time.time()))
+    def _put(self, what: str, value: Any) -> None:
+        self._store.set(f"{what}/{self.launch.rank}", json.dumps(value))
 
     def _wait_for(self, what: str, ranks: Sequence[int], patience_s: float) -> dict[int, Any]:
         """Return what ``ranks`` have written, as far as it comes in time."""
-        until = time.monotonic() + patience_s
-        while not self._store.check([f"{what}/{rank}" for rank in ranks]) and time.monotonic() < until:
-            time.sleep(_PAUSE_S)
+        until, come = time.monotonic() + patience_s, False
+        while not come:
+            if self.launch.rank == 0:
+                self._put("clock", time.time())
+            come = self._store.check([f"{what}/{rank}" for rank in ranks]) or time.monotonic() >= until
+            time.sleep(0 if come else _PAUSE_S)
         here = [rank for rank in ranks if self._store.check([f"{what}/{rank}"])]
         return {rank: json.loads(self._store.get(f"{what}/{rank}")) for rank in here}
 
@@ -232,30 +229,42 @@ class Meeting:
         rank, size = self.launch.rank, self.launch.world_size
         places = self._wait_for("at", range(size), self.patience_s)
         _, own, _ = places[rank]
-        elsewhere = any(host != found.host for host, _, _ in places.values())
-        if own.startswith("127.") and elsewhere:
+        if own.startswith("127.") and any(host != found.host for host, _, _ in places.values()):
             found.wrong.append(
                 f"{found.host} is {own} for itself, where ranks on other machines cannot reach it: export "
-                f"GLOO_SOCKET_IFNAME={_main_interface()}, or mend /etc/hosts"
+                "GLOO_SOCKET_IFNAME, the interface of the network that joins them, or mend /etc/hosts"
             )
         silent = []
         for other in [(rank + each) % size for each in range(1, min(size, _NEIGHBORS + 1))]:
-            if other in places and _clock(places[other]) is None:
-                host, address, port = places[other]
+            host, address, port = places.get(other, ("", "", 0))
+            try:
+                if host:
+                    socket.create_connection((address, port), timeout=_REACH_S).close()
+            except OSError:
                 silent.append(f"rank {other} at {address}:{port} ({host})")
         if silent:
             found.wrong.append(
                 f"cannot connect to {listed(silent, 4)}: open all TCP ports between the machines of a run, "
                 "and export GLOO_SOCKET_IFNAME, the network that joins them"
             )
-        readings = [each for _ in range(_READINGS) if 0 in places and (each := _clock(places[0]))]
-        late_s, within_s = min(readings, key=lambda each: each[1], default=(None, None))
-        found.facts["network"] = {"address": own, "clock_late_s": late_s, "clock_within_s": within_s}
+        found.facts["network"] = {"address": own, "clock_late_s": self._late_s()}
+
+    def _late_s(self) -> float | None:
+        """Return by how much this clock is late beside rank 0's; None: rank 0 does not say."""
+        first: float | None = None
+        until = time.monotonic() + self.patience_s
+        while self.launch.rank and time.monotonic() < until:
+            told: Any = self._wait_for("clock", [0], self.patience_s).get(0)
+            if told != first is not None:  # it is of this moment
+                return float(told - time.time())
+            first = told
+            time.sleep(_PAUSE_S / 2)
+        return None if self.launch.rank else 0.0
 
     def gather(self, found: Found) -> list[Found]:
         """Return what all ranks have found, on rank 0; its own elsewhere. A rank without a word is named."""
         rank, size = self.launch.rank, self.launch.world_size
-        self._store.set(f"found/{rank}", json.dumps(asdict(found)))
+        self._put("found", asdict(found))
         if rank:
             return [found]
         came = self._wait_for("at", range(size), 0.0)
@@ -270,47 +279,44 @@ class Meeting:
 
     def agree(self, wrong: bool) -> bool:
         """Return whether rank 0 found something ``wrong``, on every rank; rank 0 leaves last."""
-        rank, others = self.launch.rank, range(1, self.launch.world_size)
-        if rank == 0:
-            self._store.set("verdict/0", json.dumps(wrong))
-            came = self._wait_for("found", others, 0.0)
+        if self.launch.rank == 0:
+            self._put("verdict", wrong)
+            came = self._wait_for("found", range(1, self.launch.world_size), 0.0)
             self._wait_for("left", sorted(came), _FAREWELL_S)
             return wrong
         verdict = self._wait_for("verdict", [0], 4 * self.patience_s)
-        self._store.set(f"left/{rank}", "0")
+        self._put("left", 0)
         return bool(verdict.get(0, True))
 
     def close(self) -> None:
-        self._stack.close()
+        self._server.close()
 
 
 def doctor(recipe: Recipe, console: Console, *, patience_s: float, as_json: bool) -> int:
     """Examine every rank; rank 0 prints what was found. Returns 1 on all ranks if a run would fail."""
-    launch = launched()
+    launch, meeting = launched(), None
     examination = Examination(recipe, launch)
-    if launch.world_size == 1:
-        with quiet_libraries():
-            return _show([examination.run(patience_s)], console, as_json)
-    try:
-        find_meeting_point(launch)
-        meeting = Meeting(launch, patience_s)
-    except (InfinityError, OSError, RuntimeError, ValueError) as error:
-        at = ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
-        found = examination.run(patience_s)
-        text = f"rank {launch.rank} did not meet the others at {at} in {patience_s:g} s"
-        why = f"{text}: {first_line(error).rstrip('.')}. Is rank 0 there, and the port open, and free for it?"
-        found.wrong.insert(0, str(error) if isinstance(error, InfinityError) else why)
-        return _show([found], console, as_json)
-    with contextlib.closing(meeting), quiet_libraries():
-        found = examination.run(patience_s)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(quiet_libraries())
         try:
-            meeting.look_around(found)
-            everyone = meeting.gather(found)
-            wrong = _show(everyone, console, as_json) if launch.rank == 0 else 0
-            return int(meeting.agree(bool(wrong)))
-        except RuntimeError as error:
-            found.wrong.append(f"rank 0, or the launcher, ended before the others ({first_line(error)})")
-            return _show([found], console, as_json)
+            if launch.world_size > 1:
+                find_meeting_point(launch)
+                meeting = stack.enter_context(contextlib.closing(Meeting(launch, patience_s)))
+        except (InfinityError, OSError, RuntimeError, ValueError) as error:
+            at = ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+            text = f"rank {launch.rank} did not meet the others at {at} in {patience_s:g} s"
+            why = f"{text}: {first_line(error).rstrip('.')}. Is rank 0 there, and the port open, and free?"
+            examination.found.wrong.append(str(error) if isinstance(error, InfinityError) else why)
+        found = examination.run(patience_s)
+        if meeting is not None:
+            try:
+                meeting.look_around(found)
+                everyone = meeting.gather(found)
+                wrong = _show(everyone, console, as_json) if launch.rank == 0 else 0
+                return int(meeting.agree(bool(wrong)))
+            except RuntimeError as error:
+                found.wrong.append(f"rank 0, or the launcher, ended before the others ({first_line(error)})")
+        return _show([found], console, as_json)
 
 
 def _compare(everyone: Sequence[Found]) -> None:
@@ -383,34 +389,16 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 def _words(facts: dict[str, Any]) -> Iterator[str]:
     for name, value in facts.items():
-        if name.endswith("_bytes_per_s"):
-            shown = "not measured" if value is None else f"{value / 1e9:.2g} GB/s"
-        elif name.endswith("_nbytes"):
-            shown = "unlimited" if value is None else format_nbytes(value)
-        elif name.endswith("_s"):
-            shown = "unknown" if value is None else f"{1e3 * value:.2g} ms"
-        else:
-            shown = "unknown" if value is None else str(value)
-        for ending in ("_bytes_per_s", "_nbytes", "_s"):
-            name = name.removesuffix(ending)
-        yield shown if name == "name" else f"{name.replace('_', ' ')} {shown}"
+        ending = next(each for each in _SHOWN if name.endswith(each))
+        shown, unknown = _SHOWN[ending]
+        text = unknown if value is None else shown(value)
+        yield text if name == "name" else f"{name.removesuffix(ending).replace('_', ' ')} {text}"
 
 
-def _clock(place: tuple[str, str, int]) -> tuple[float, float] | None:
-    """Return by how much this clock is late beside that at ``place``, and the error (s); None: no answer."""
-    asked_s = time.time()
-    try:
-        with socket.create_connection((place[1], place[2]), timeout=_REACH_S) as other:
-            told = other.recv(8, socket.MSG_WAITALL)
-    except OSError:
-        return None
-    now_s = time.time()
-    if len(told) < 8:
-        return None
-    return struct.unpack("d", told)[0] - (asked_s + now_s) / 2, (now_s - asked_s) / 2
-
-
-def _main_interface() -> str:
-    """Return the name of the network interface that has the default route."""
-    routes = (line.split() for line in machine.read(Path("/proc/net/route")).splitlines()[1:])
-    return next((words[0] for words in routes if words[1] == "00000000"), "eth0")
+#: How values are shown, by the end of their names, and what None means there.
+_SHOWN: dict[str, tuple[Callable[[Any], str], str]] = {
+    "_bytes_per_s": (lambda value: f"{value / 1e9:.2g} GB/s", "not measured"),
+    "_nbytes": (format_nbytes, "unlimited"),
+    "_s": (lambda value: f"{1e3 * value:.2g} ms", "unknown"),
+    "": (str, "unknown"),
+}
