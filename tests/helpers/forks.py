@@ -21,6 +21,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import weakref
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, wait
 from pathlib import Path
@@ -154,6 +155,8 @@ def serve(folder: str, listener: socket.socket, owner: int) -> Job | None:
     _load_loops()
     if not comes_true(lambda: len(list(Path("/proc/self/task").iterdir())) == 1, 60):
         raise RuntimeError("an import has started a thread: forks would inherit the locks that it holds")
+    for each in weakref.finalize._registry:  # type: ignore[attr-defined]
+        each.atexit = False  # torch unregisters each of its operators: most of what a short fork would do
     gc.freeze()  # a collection in a fork would write to, and so copy, every page with an object
     forks: dict[int, Connection] = {}
     while True:
