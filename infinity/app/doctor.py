@@ -2,9 +2,8 @@
 
 [Note: ranks that do not come]
 Ranks meet in a store, not in a process group, so that one that does not come is named. Each examines its
-machine, tries to reach the others where gloo would, compares its clock with rank 0's, which is in the store,
-and sends what it found to rank 0. Every wait has a time limit: a check that blocks, as one of a dead drive
-does, is left on its thread and named.
+machine, tries to reach the others where gloo would, and sends what it found to rank 0. Every wait has a time
+limit: a check that blocks, as one of a dead drive does, is left on its thread and named.
 """
 
 import contextlib
@@ -22,6 +21,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
 from importlib import metadata
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +49,6 @@ from infinity.recipes.recipe import Recipe
 _PACKAGES = "torch", "numba", "numpy", "safetensors", "transformers", "libaio", "kvikio-cu12", "kvikio-cu13"
 #: Packages that every rank must have in one version.
 _SAME = "python", "infinity", "torch"
-#: Clocks that differ by more are told of: files' ages, and lines of several machines' logs, are compared (s).
-_MOST_SKEW_S = 1.0
 #: Ranks after this one that it tries to reach, and how long each may take.
 _NEIGHBORS, _REACH_S = 32, 3.0
 #: NCCL's buffers between devices of one machine, and files that a rank opens beside its connections.
@@ -149,8 +147,7 @@ class Examination:
         return {"host_nbytes": total, "free_for_a_rank_nbytes": free, "shared_memory_nbytes": shm}
 
     def _limits(self) -> dict[str, Any]:
-        kinds = {"open_files": resource.RLIMIT_NOFILE, "locked_memory_nbytes": resource.RLIMIT_MEMLOCK,
-                 "file_nbytes": resource.RLIMIT_FSIZE}  # fmt: skip
+        kinds = {"open_files": resource.RLIMIT_NOFILE, "locked_memory_nbytes": resource.RLIMIT_MEMLOCK}
         limits = {name: resource.getrlimit(kind)[0] for name, kind in kinds.items()}
         found = {name: None if each == resource.RLIM_INFINITY else each for name, each in limits.items()}
         least, files = _FILES + 4 * self.launch.world_size, found["open_files"]
@@ -158,11 +155,6 @@ class Examination:
             self.found.wrong.append(
                 f"this rank may open {files} files and needs {least}, most of them connections to other "
                 f"ranks: ulimit -n {least}"
-            )
-        if found["file_nbytes"] is not None and self.recipe.memory.nvme:
-            self.found.wrong.append(
-                f"files may have {format_nbytes(found['file_nbytes'])}, and those on drives are as large as "
-                "the model's states: ulimit -f unlimited"
             )
         if found["locked_memory_nbytes"] is not None and any(Path("/dev/infiniband").glob("uverbs*")):
             self.found.notes.append("InfiniBand locks memory, which is limited: ulimit -l unlimited")
@@ -195,7 +187,7 @@ class Examination:
 class Meeting:
     """The ranks of a launch, in a store that rank 0 or torchrun keeps; raises a RuntimeError without one.
 
-    Each rank listens at a port. While rank 0 waits, it keeps the time of its clock in the store.
+    Each rank listens at a port.
     """
 
     def __init__(self, launch: Launch, patience_s: float) -> None:
@@ -217,15 +209,13 @@ class Meeting:
         """Return what ``ranks`` have written, as far as it comes in time."""
         until, come = time.monotonic() + patience_s, False
         while not come:
-            if self.launch.rank == 0:
-                self._put("clock", time.time())
             come = self._store.check([f"{what}/{rank}" for rank in ranks]) or time.monotonic() >= until
             time.sleep(0 if come else _PAUSE_S)
         here = [rank for rank in ranks if self._store.check([f"{what}/{rank}"])]
         return {rank: json.loads(self._store.get(f"{what}/{rank}")) for rank in here}
 
     def look_around(self, found: Found) -> None:
-        """Wait for the other ranks, try to reach some, and compare this rank's clock with rank 0's."""
+        """Wait for the other ranks, and try to reach some."""
         rank, size = self.launch.rank, self.launch.world_size
         places = self._wait_for("at", range(size), self.patience_s)
         _, own, _ = places[rank]
@@ -247,19 +237,7 @@ class Meeting:
                 f"cannot connect to {listed(silent, 4)}: open all TCP ports between the machines of a run, "
                 "and export GLOO_SOCKET_IFNAME, the network that joins them"
             )
-        found.facts["network"] = {"address": own, "clock_late_s": self._late_s()}
-
-    def _late_s(self) -> float | None:
-        """Return by how much this clock is late beside rank 0's; None: rank 0 does not say."""
-        first: float | None = None
-        until = time.monotonic() + self.patience_s
-        while self.launch.rank and time.monotonic() < until:
-            told: Any = self._wait_for("clock", [0], self.patience_s).get(0)
-            if told != first is not None:  # it is of this moment
-                return float(told - time.time())
-            first = told
-            time.sleep(_PAUSE_S / 2)
-        return None if self.launch.rank else 0.0
+        found.facts["network"] = {"address": own}
 
     def gather(self, found: Found) -> list[Found]:
         """Return what all ranks have found, on rank 0; its own elsewhere. A rank without a word is named."""
@@ -278,11 +256,11 @@ class Meeting:
         return [everyone[number] for number in range(size)]
 
     def agree(self, wrong: bool) -> bool:
-        """Return whether rank 0 found something ``wrong``, on every rank; rank 0 leaves last."""
+        """Return whether rank 0 found something ``wrong``, on every rank, whose ports are open until then."""
         if self.launch.rank == 0:
             self._put("verdict", wrong)
             came = self._wait_for("found", range(1, self.launch.world_size), 0.0)
-            self._wait_for("left", sorted(came), _FAREWELL_S)
+            self._wait_for("left", sorted(came), _FAREWELL_S)  # it keeps the store
             return wrong
         verdict = self._wait_for("verdict", [0], 4 * self.patience_s)
         self._put("left", 0)
@@ -335,10 +313,6 @@ def _compare(everyone: Sequence[Found]) -> None:
             mine = each.facts.get("software", {}).get(name, version)
             if mine != version:
                 each.wrong.append(f"has {name} {mine}, most ranks {version}: install one version everywhere")
-        late_s = each.facts.get("network", {}).get("clock_late_s")
-        if late_s is not None and abs(late_s) > _MOST_SKEW_S:
-            how = "late" if late_s > 0 else "early"
-            each.notes.append(f"its clock is {abs(late_s):.1f} s {how} beside rank 0's: run an NTP client")
 
 
 def _show(everyone: Sequence[Found], console: Console, as_json: bool) -> int:
@@ -378,13 +352,9 @@ def _by_text(told: Iterable[tuple[Found, Sequence[str]]]) -> list[tuple[str, str
 
 def _ranges(numbers: Sequence[int]) -> str:
     """Return growing numbers as text: 0-3, 6."""
-    found: list[list[int]] = []
-    for number in numbers:
-        if found and found[-1][-1] == number - 1:
-            found[-1][1:] = [number]
-        else:
-            found.append([number])
-    return ", ".join("-".join(map(str, each)) for each in found)
+    groups = groupby(enumerate(numbers), key=lambda item: item[1] - item[0])
+    runs = [[number for _, number in group] for _, group in groups]
+    return ", ".join(f"{run[0]}-{run[-1]}" if run[1:] else f"{run[0]}" for run in runs)
 
 
 def _words(facts: dict[str, Any]) -> Iterator[str]:
@@ -399,6 +369,5 @@ def _words(facts: dict[str, Any]) -> Iterator[str]:
 _SHOWN: dict[str, tuple[Callable[[Any], str], str]] = {
     "_bytes_per_s": (lambda value: f"{value / 1e9:.2g} GB/s", "not measured"),
     "_nbytes": (format_nbytes, "unlimited"),
-    "_s": (lambda value: f"{1e3 * value:.2g} ms", "unknown"),
     "": (str, "unknown"),
 }
