@@ -4,7 +4,6 @@ Each token reads every unit once. Numbers are drawn from a generator of their ow
 evaluation mode, so training goes on as if nothing had been written.
 """
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -17,8 +16,9 @@ from torch import Tensor
 from infinity.checkpoint.directory import tokenizer_files
 from infinity.checkpoint.model import longest_sequence
 from infinity.comm.ranks import rank, world_size
-from infinity.core.errors import RecipeError, library_errors
-from infinity.core.files import read_file
+from infinity.core.errors import RecipeError
+from infinity.data.formats import parse_json
+from infinity.data.sources import Line, Source, read_lines
 from infinity.data.tokenizer import Chat, DataError, MalformedError, Tokenizer, open_tokenizer
 from infinity.observe.metrics import Sample, StepLines, View
 from infinity.recipes.models import GPT
@@ -26,8 +26,6 @@ from infinity.recipes.recipe import Recipe
 
 #: The file of a run with its samples, a JSON line each: step, prompt, text; adapter where there are several.
 SAMPLES = "samples.jsonl"
-#: The largest file of prompts.
-_MOST_NBYTES = 2**24
 
 
 class Writing(NamedTuple):
@@ -127,27 +125,22 @@ def end_answers(model: Any, tokenizer: Path | None) -> None:
 
 def read_prompts(path: str) -> list[str | Chat]:
     """Return the prompts of a file; DataError: it has none, or a line that is none."""
-    file, found = Path(path), list[str | Chat]()
-    with library_errors(DataError, f"train.sample_prompts: {path}"):
-        lines = read_file(file, _MOST_NBYTES).decode().splitlines()
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        if file.suffix != ".jsonl":
-            found.append(line)
-            continue
-        try:
-            record = json.loads(line)
+    source, found, where = Source(Path(path)), list[str | Chat](), "train.sample_prompts"
+    try:
+        for number, line in read_lines(source):
+            where = f"train.sample_prompts: {Line(source, number)}"
+            text = source.path.suffix != ".jsonl"
+            record = {"prompt": line.decode().rstrip("\r\n")} if text else parse_json(line)
             if isinstance(record, dict) and isinstance(record.get("prompt"), str):
                 found.append(record["prompt"])
             elif isinstance(record, dict) and isinstance(record.get("messages"), list):
                 found.append(Chat(record["messages"], record.get("tools")))
             else:
                 raise MalformedError("wanted a record with prompt or messages")
-        except ValueError as error:
-            raise DataError(f"train.sample_prompts: {path}, line {number}: {error}") from error
+    except ValueError as error:
+        raise DataError(f"{where}: {error}") from error
     if not found:
-        raise DataError(f"train.sample_prompts: {path} has no prompt")
+        raise DataError(f"{where}: {path} has no prompt")
     return found
 
 

@@ -160,7 +160,7 @@ def test_prompts_and_settings_that_cannot_be_used_are_refused(tmp_path: Path):
     with pytest.raises(RecipeError, match=r"train\.sample_prompts.*: got null; wanted a file of prompts"):
         infinity.load_recipe(overrides=["train.sample_every=2"])
     file = tmp_path / "prompts.jsonl"
-    for text, why in (("", "has no prompt"), ('{"text": "a"}\n', "line 1: wanted a record with prompt")):
+    for text, why in (("", "has no prompt"), ('{"text": "a"}\n', "jsonl:1: wanted a record with prompt")):
         file.write_text(text)
         with pytest.raises(DataError, match=why):
             read_prompts(str(file))
