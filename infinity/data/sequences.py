@@ -172,23 +172,19 @@ class Sequences:
         return found._replace(segments=split, labels=labels, reference=reference)
 
     def __str__(self) -> str:
-        slots, pieces = max(1, len(self) * self.seq_len), len(self.starts)
+        slots, pieces, of = max(1, len(self) * self.seq_len), len(self.starts), self.examples
         used, targets = int(self.token_counts.sum()), int(self.target_counts.sum())
-        if (of := self.examples) is not None:
-            text = f"{targets:,} examples of {of.documents} documents in {len(self):,} rows"
-            text += f" ({used / (slots * of.height):.0%} full)"
-            text += f"; {self.truncated:,} truncated documents" if self.truncated else ""
-            return text + (f"; {self.empty:,} skipped, of which nothing counts" if self.empty else "")
-        cut = f"{self.documents:,} documents, {pieces:,} pieces,"
+        cut = f", {pieces:,} pieces," if pieces > self.documents else ""
         text = (
-            f"{cut if pieces > self.documents else f'{pieces:,} documents'} in {len(self):,} sequences of "
+            f"{min(pieces, self.documents):,} documents{cut} in {len(self):,} sequences of "
             f"{self.seq_len:,} ({used / slots:.0%} full, {targets / max(1, used):.0%} of tokens in the loss)"
         )
-        if self.truncated:
-            text += f"; {self.truncated:,} longer ones truncated"
-        if self.empty:
-            text += f"; {self.empty:,} skipped, since none of their tokens counts in the loss"
-        return text
+        if of is not None:
+            text = f"{targets:,} examples of {of.documents} documents in {len(self):,} rows"
+            text += f" ({used / (slots * of.height):.0%} full)"
+        text += f"; {self.truncated:,} longer ones truncated" if self.truncated else ""
+        skipped = f"; {self.empty:,} skipped, since none of their tokens counts in the loss"
+        return text + (skipped if self.empty else "")
 
 
 def token_stream(values: NDArray[Any], seq_len: int) -> Sequences:
@@ -212,13 +208,6 @@ class Examples:
     padding: int  # the token after a document's end
     labels: Ints  # of each piece
     reference: NDArray[np.float32]  # log-probability of each piece; NaN: not known yet
-
-    @classmethod
-    def joined(cls, parts: "Sequence[Examples]") -> "Examples":
-        labels, reference = (
-            np.concatenate([getattr(each, name) for each in parts]) for name in ("labels", "reference")
-        )
-        return replace(parts[0], width=max(each.width for each in parts), labels=labels, reference=reference)
 
 
 def rows_of(tokens: Tokens, shape: BatchShape, kind: Kind = TEXTS, *, packing: bool) -> Sequences:
@@ -290,7 +279,10 @@ def joined(parts: Sequence[Sequences]) -> Sequences:
     more |= {name: sum(getattr(each, name) for each in parts) for name in ("documents", "truncated", "empty")}
     identity = ";".join(each.identity for each in parts)
     if of := [each.examples for each in parts if each.examples is not None]:
-        more["examples"] = Examples.joined(of)
+        columns: Any = {
+            name: np.concatenate([getattr(each, name) for each in of]) for name in ("labels", "reference")
+        }
+        more["examples"] = replace(of[0], width=max(each.width for each in of), **columns)
     return replace(first, firsts=np.concatenate([[0], *ends]), identity=identity, **more)
 
 
