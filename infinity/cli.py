@@ -519,8 +519,8 @@ def _doctor(args: argparse.Namespace) -> int:
     _argument(
         "--from",
         "FILE",
-        "of DeepSpeed, Accelerate, Axolotl, LLaMA-Factory or transformers' TrainingArguments: write the "
-        "recipe with the same settings, and say what it cannot have",
+        "of DeepSpeed, Axolotl, LLaMA-Factory or transformers' TrainingArguments: write the recipe with the "
+        "same settings, and say what it cannot have",
         dest="source",
     ),
     _argument("--output", "FILE", "with --from: where to write it, such as recipe.yaml"),

@@ -58,7 +58,7 @@ def translate(name: str) -> Translation:
         raise RecipeError(
             f"--from {name}: wanted a configuration of {', '.join(tools())}; got the keys {keys}"
         )
-    values, said = _values(_with_data_sets(given, path.parent), tools()[tool])
+    values, said = _values(_with_data_sets(given), tools()[tool])
     said += _combine(values)
     said += _not_here(values)
     while True:
@@ -85,17 +85,14 @@ def _read(path: Path) -> dict[str, Any]:
     return given
 
 
-def _with_data_sets(given: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
+def _with_data_sets(given: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a configuration with what LLaMA-Factory's dataset_info.json says of its data sets."""
     if not isinstance(names := given.get("dataset"), str):
         return given
-    where, known = str(given.get("dataset_dir", "data")), dict[str, Any]()
-    root = next(
-        (each for each in (Path(where), folder / where) if (each / "dataset_info.json").is_file()), None
-    )
-    if root is not None:
-        with library_errors(RecipeError, f"{root}/dataset_info.json"):
-            known = json.loads(read_file(root / "dataset_info.json", _MOST_NBYTES))
+    root, known = Path(str(given.get("dataset_dir", "data"))), dict[str, Any]()
+    if (file := root / "dataset_info.json").is_file():
+        with library_errors(RecipeError, str(file)):
+            known = json.loads(read_file(file, _MOST_NBYTES))
             for each in known.values():
                 each |= {"file_name": str(root / each["file_name"])} if "file_name" in each else {}
     found = (name.strip() for name in names.split(","))

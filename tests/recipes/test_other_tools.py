@@ -31,13 +31,6 @@ DEEPSPEED = {
     "aio": {"block_size": 1048576},
     "curriculum_learning": {"enabled": True},
 }
-ACCELERATE = {
-    "compute_environment": "LOCAL_MACHINE",
-    "distributed_type": "FSDP",
-    "fsdp_config": {"fsdp_offload_params": True, "fsdp_sharding_strategy": "FULL_SHARD"},
-    "mixed_precision": "bf16",
-    "num_processes": 8,
-}
 AXOLOTL = {
     "base_model": "NousResearch/Llama-3.2-1B",
     "adapter": "qlora", "load_in_4bit": True,
@@ -72,7 +65,6 @@ ARGUMENTS = {
 }  # fmt: skip
 FILES = {
     "ds_config.json": (json.dumps(DEEPSPEED), "DeepSpeed"),
-    "accelerate.yaml": (yaml.safe_dump(ACCELERATE), "Accelerate"),
     "axolotl.yml": (yaml.safe_dump(AXOLOTL), "Axolotl"),
     "llamafactory.yaml": (yaml.safe_dump(LLAMA_FACTORY), "LLaMA-Factory"),
     "training_args.json": (json.dumps(ARGUMENTS), "transformers' TrainingArguments"),
@@ -83,7 +75,6 @@ SAYS: dict[str, dict[str, Any]] = {
         "optim.betas": (0.9, 0.99), "optim.max_grad_norm": 1.0, "optim.schedule": "linear",
         "optim.warmup_steps": 10, "train.steps": 90, "optim.weight_decay": 0.01, "optim.min_lr_ratio": 0.0,
     },
-    "accelerate.yaml": {"train.dtype": "bf16"},
     "axolotl.yml": {
         "model.path": "NousResearch/Llama-3.2-1B", "model.seq_len": 2048, "lora.rank": 32, "lora.alpha": 16.0,
         "data.files": ("teknium/GPT4-LLM-Cleaned", "my.jsonl"),
@@ -112,7 +103,6 @@ SAYS: dict[str, dict[str, Any]] = {
 NOT_IN_IT = {
     "ds_config.json": ["train_micro_batch_size_per_gpu", "zero_optimization.stage", "aio",
                        "curriculum_learning"],
-    "accelerate.yaml": ["num_processes", "fsdp_config", "model.path", "data.files"],
     "axolotl.yml": ["quantization", "flash_attention",
                     "datasets.*.split", "datasets.*.shards", "datasets.*.ds_type", "test_datasets.*.split",
                     "data.files=teknium/GPT4-LLM-Cleaned", "data.files=my.jsonl"],
