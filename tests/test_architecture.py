@@ -284,11 +284,11 @@ ROOM_BUDGETS = {
     "": 668,
     "activations": 2398,
     "api": 4373,
-    "app": 2894,
+    "app": 2856,
     "checkpoint": 4203,
     "comm": 1574,
     "core": 2192,
-    "data": 2733,
+    "data": 2725,
     "device": 1193,
     "engine": 4856,
     "integrations": 795,
@@ -298,7 +298,7 @@ ROOM_BUDGETS = {
     "partition": 2776,
     "planner": 2202,
     "predict": 4939,
-    "recipes": 1614,
+    "recipes": 1611,
     "shards": 5238,
 }
 
