@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from infinity.api.export import export as export
+    from infinity.api.export import save_lora as save_lora
     from infinity.api.export import stream_weights as stream_weights
     from infinity.api.init import Init as Init
     from infinity.api.init import close as close
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from infinity.api.optimizer import AdamW as AdamW
     from infinity.api.portable import load_checkpoint as load_checkpoint
     from infinity.api.portable import save_checkpoint as save_checkpoint
-    from infinity.api.save_lora import save_lora as save_lora
     from infinity.core.errors import BudgetError as BudgetError
     from infinity.core.errors import CheckpointError as CheckpointError
     from infinity.core.errors import DiskError as DiskError
@@ -55,13 +55,12 @@ _HOMES = {
     for module, names in {
         "integrations.accelerate": "Accelerator",
         "api.optimizer": "AdamW",
-        "api.export": "export stream_weights",
+        "api.export": "export save_lora stream_weights",
         "api.init": "Init close ema from_pretrained gathered layer_schedule no_sync on_gradient quantize "
         "resume state_dict",
         "api.lora": "adapter add_lora lora_groups",
         "api.offload_activations": "offload_activations",
         "api.portable": "load_checkpoint save_checkpoint",
-        "api.save_lora": "save_lora",
         "engine.sequence": "SequenceRanks",
         "integrations.lightning": "LightningStrategy",
         "integrations.trainer": "trainer",

@@ -191,6 +191,11 @@ class ParamWrapper(peft_layer.ParamWrapper):  # type: ignore[misc]  # peft knows
         """Whether ``lora_A`` is the left factor, as peft has it for weights ``(experts, in, out)``."""
         return self._param_ndim == 3 and not self._did_swap_in_out_features
 
+    @property
+    def factors(self) -> tuple[Factor, Factor]:
+        """The factors of the adapter that :class:`SavedAdapters` are read as, ``lora_A`` first."""
+        return self.lora_A["default"], self.lora_B["default"]
+
     @contextmanager
     def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
         module, name = self.get_base_layer(), self.parameter_name

@@ -19,16 +19,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from infinity.api.lora import check_adapter
-from infinity.api.save_lora import save_lora
+from infinity.api import saved
+from infinity.api.adapters import rows_of_owners, saved_names
+from infinity.api.lora import DEFAULT, check_adapter, placeholders_in_state_dict
 from infinity.api.saved import MAX_SHARD_NBYTES, MergedModel, convert, saved_tensors, write_companions
-from infinity.api.saved import merge as merge_adapters
 from infinity.checkpoint.directory import Checkpoint
 from infinity.checkpoint.load import OnProgress, Part, cut, named_targets
-from infinity.checkpoint.quantize import Requantized, export_stored, open_together
-from infinity.checkpoint.writer import Publication, TensorSpec, check_room, new_directory, plan_files
+from infinity.checkpoint.quantize import Requantized, export_stored
+from infinity.checkpoint.writer import Publication, TensorSpec, check_room, new_directory, plan_files, writing
 from infinity.comm.ranks import all_ranks_or_raise
-from infinity.core.errors import CheckpointError, listed
+from infinity.core.errors import CheckpointError, listed, quiet_libraries
 from infinity.core.files import user_path
 from infinity.core.nbytes import Transfer, stream
 from infinity.core.process import UninterruptedExit, uninterrupted
@@ -91,11 +91,13 @@ def export(
     def values() -> Iterator[Checkpoint]:
         with Publication(out, runtime.ranks) as hidden:  # is never published
             _write(model, runtime, plain := hidden.path / "plain", ema=ema, **how)
-            with open_together(plain, runtime.ranks) as found:
+            with all_ranks_or_raise(runtime.ranks, f"opening {plain}"):
+                found = Checkpoint(plain)
+            with found:
                 yield found
 
     tensors = {item.spec.key: item.spec for item in saved_tensors(model, dict(named_targets(model)))}
-    prepare = partial(write_companions, model, (), tokenizer)
+    prepare = partial(write_companions, model, tokenizer)
     return export_stored(like, out, tensors, values(), prepare, ranks=runtime.ranks, on_progress=on_progress)
 
 
@@ -180,7 +182,98 @@ def _merge(
             merged = MergedModel(base, folder, runtime.dtype, plain.config, type(plain))
         with merged:
             merged.model.generation_config = getattr(plain, "generation_config", None)
-            return merge_adapters(merged, out, ranks=ranks, **how)
+            return saved.merge(merged, out, ranks=ranks, **how)
+
+
+def save_lora(
+    model: Any, directory: str | Path, *, per_expert: bool = False, name: str | None = None,
+    ema: bool = False,
+) -> None:  # fmt: skip
+    """Save the adapters that :func:`add_lora` made, for ``peft.PeftModel.from_pretrained``; all must call.
+
+    The adapter called ``name`` is saved; None: all, and those with a name each in a directory of that name
+    inside ``directory``, which must not exist, or be empty; it appears on rank 0, whole or not at all. One
+    unit of adapters is gathered at a time. With ``per_expert`` adapters of packed experts are those of one
+    layer for each expert, as vLLM and SGLang load them, and alphas of single layers are a factor of their
+    values; a CheckpointError says that checkpoints of this kind of model have no such layers. With ``ema``
+    they are the average that the optimizer keeps. DiskError: a drive failed or is full, on every rank.
+    """
+    out, known = user_path(directory, "directory"), [*getattr(model, "peft_config", ())]
+    if not known:
+        raise CheckpointError(
+            f"{type(model).__name__} is no model that add_lora returned, so it has no adapters to save; "
+            "infinity.export saves all weights"
+        )
+    if name is not None:
+        check_adapter(model, name)
+    alone = name is not None or known == [DEFAULT]
+    ranks = runtime_of(model).ranks
+    with contextlib.ExitStack() as stack:
+        with all_ranks_or_raise(ranks, f"making {out}"):
+            place = stack.enter_context(Publication(out)) if ranks.rank == 0 else None
+        for each in known if name is None else [name]:
+            values = _gathered(model, each, ema)
+            with all_ranks_or_raise(ranks, f"writing adapters to {out}"):
+                if place is not None:
+                    folder = place.path if alone else place.path / each
+                    with writing(f"writing adapters to {folder}", folder):
+                        folder.mkdir(exist_ok=True)
+                        _write_lora(model, values, folder, each, per_expert=per_expert)
+        with all_ranks_or_raise(ranks, f"publishing {out}"):
+            if place is not None:
+                place.publish()
+
+
+def _gathered(model: Any, adapter: str, ema: bool) -> dict[str, Tensor]:
+    """Return what is saved with an adapter, on the CPU of rank 0, by full name; every rank must call."""
+    from infinity.api.expert_lora import factors_of
+
+    runtime, factors = runtime_of(model), factors_of(model)
+    with placeholders_in_state_dict(model):
+        wanted = {id(tensor) for tensor in saved_names(model, adapter).values()}
+    named = {name: p for name, p in model.named_parameters() if id(p) in wanted}
+    values = {name: b.detach().cpu() for name, b in model.named_buffers() if id(b) in wanted}
+    for unit in runtime.units:
+        ends = {id(s.whole) for s in unit.segments if s.is_last}
+        inside = {name: param for name, param in named.items() if id(param) in ends}
+        if not inside:
+            continue
+        units = runtime.units.holding(inside.values())
+        with runtime.values.averaged(units, ema=ema), runtime.values.gathered(inside.values(), modify=False):
+            for name, param in inside.items() if runtime.ranks.rank == 0 else ():
+                factor = factors.get(id(param))
+                value = param.detach() if factor is None else factor.as_matrix(param.detach())
+                values[name] = value.cpu().clone()
+    return values
+
+
+def _write_lora(model: Any, values: dict[str, Tensor], folder: Path, name: str, *, per_expert: bool) -> None:
+    """Write one adapter in peft's format, with a card that names its base, into ``folder``."""
+    from huggingface_hub import ModelCard
+
+    with placeholders_in_state_dict(model), rows_of_owners(model, name), quiet_libraries():
+        how = {"save_embedding_layers": False, "selected_adapters": [name]}
+        model.save_pretrained(str(folder), state_dict=values, **how)
+    if (inside := folder / name).is_dir():  # where peft writes adapters of other names than its default
+        for path in inside.iterdir():
+            path.replace(folder / path.name)
+        inside.rmdir()
+    if per_expert:
+        saved.split_experts(folder, folder, model.get_base_model().config)
+    card = ModelCard.load(folder / "README.md")  # peft's form, whose text is replaced
+    base = model.peft_config[name].base_model_name_or_path or "the model that they were trained on"
+    card.text = _CARD.format(base=base, dtype=runtime_of(model).dtype)
+    card.save(folder / "README.md")
+
+
+_CARD = """
+# Adapters of {base}
+
+They change that model and no other. With transformers and peft:
+
+    base = AutoModelForCausalLM.from_pretrained("{base}", dtype={dtype})
+    model = PeftModel.from_pretrained(base, "the directory of this file")
+"""
 
 
 def check_room_for(model: nn.Module, folder: Path, copies: int = 1) -> None:
@@ -246,7 +339,7 @@ def _write(
         named = dict(named_targets(model))
         plan = plan_export(model, named, runtime.units)
         files = plan_files(plan.specs, max_shard_nbytes)
-    prepare = partial(write_companions, model, files, tokenizer)
+    prepare = partial(write_companions, model, tokenizer)
     with new_directory(files, out, ranks, prepare, on_progress=on_progress) as put:
         with all_ranks_or_raise(ranks, f"writing {out}"):
             for tensor in plan.whole if ranks.rank == 0 else ():

@@ -35,6 +35,7 @@ from infinity.api.adapters import (
     from_peft,
     note_on_base,
     peft,
+    saved_names,
 )
 from infinity.core.config import SettingError, settings_of, shown
 from infinity.core.errors import (
@@ -130,17 +131,14 @@ def make_adapters(model: nn.Module, construction: Construction, config: Any, nam
     if name in parts:  # peft tells adapters by the parts of names, and would save none
         kind = type(model).__name__
         raise SettingError("name", name, f"a name of an adapter that is no part of a name in {kind}")
-    ours = isinstance(config, LoraConfig)
-    saved = None
-    if ours and config.adapter is not None:
-        saved = SavedAdapters(user_path(config.adapter, "the directory of adapters"))
-    with contextlib.nullcontext() if saved is None else saved:
-        if saved is not None:
-            given = saved.config
+    with contextlib.ExitStack() as files:
+        if not isinstance(config, LoraConfig):
+            adapted = wrap(model, from_peft(config, model), None, name)
+        elif config.adapter is None:
+            adapted = wrap(model, config.for_peft(model), None, name)
         else:
-            given = config.for_peft(model) if ours else from_peft(config, model)
-        adapted = wrap(model, given, saved, name)
-        if saved is not None:
+            saved = files.enter_context(SavedAdapters(user_path(config.adapter, "the directory of adapters")))
+            adapted = wrap(model, saved.config, saved, name)
             with placeholders_in_state_dict(model):
                 saved.fill(adapted, name)
         _cut_into_units(adapted, construction)
@@ -404,16 +402,11 @@ def layers_of(model: nn.Module) -> list[Any]:
 
 def parameters_by_adapter(model: nn.Module) -> Mapping[str, list[nn.Parameter]]:
     """Return the parameters of each adapter, in the order of the model's."""
-    found: dict[int, str] = {}
-    for module in layers_of(model):
-        for each in module.adapter_layer_names:
-            held: Any = getattr(module, each, None)
-            if held is None:
-                continue
-            # Not read: values may be those of a run that has not gone on yet.
-            for name, part in (held._parameters | held._modules).items():
-                params = part.parameters() if isinstance(part, nn.Module) else [part]
-                found |= {id(param): name for param in params}
+    if not hasattr(model, "peft_config"):
+        return {}
+    with placeholders_in_state_dict(model):  # not read: they may be those of a run that has not gone on yet
+        names: Any = model.peft_config
+        found = {id(each): name for name in names for each in saved_names(model, name).values()}
     by_name: dict[str, list[nn.Parameter]] = {}
     for param in model.parameters():
         if id(param) in found:

@@ -112,9 +112,9 @@ def begin_save(
     runtime = _between_steps(model, settled=not background)
     if not all(save.ended for save in runtime.saves):
         raise StateError("a checkpoint is being saved in the background: call wait() of it before the next")
-    save = PortableSave(user_path(path, "path"), Subject(model, optimizer, trained_only=trained_only))
+    subject = Subject(model, optimizer, trained_only=trained_only)
+    save = PortableSave(user_path(path, "path"), subject, beside=background, then=then)
     runtime.saves[:] = [save]
-    save.start(runtime, beside=background, then=then)
     return save
 
 
@@ -284,16 +284,21 @@ class Contents:
 
 
 class PortableSave:
-    """Writes a portable checkpoint; every rank must make one. See [Note: a save beside training]."""
+    """Writes a portable checkpoint, on a thread if ``beside`` training; every rank must make one.
 
-    def __init__(self, out: Path, subject: Subject) -> None:
+    ``then`` is called on rank 0 when the directory is published, on the same thread:
+    see [Note: a save beside training].
+    """
+
+    def __init__(self, out: Path, subject: Subject, *, beside: bool, then: Callable[[], object]) -> None:
         self._ranks = ranks = subject.runtime.ranks
         self._records: list[Record] = []
-        self._running, self._threads = Transfer(), list[threading.Thread]()
-        self._then: Callable[[], object] = lambda: None
+        self._threads, self._then = list[threading.Thread](), then
         self._publishing = self.ended = False  # ended: published, or failed
         with all_ranks_or_raise(ranks, f"planning {out}"):
-            self._contents = Contents(subject)
+            contents = self._contents = Contents(subject)
+        tiers = subject.runtime.tiers
+        work = partial(self._write, tiers.chunk_fields, lambda: None)
         with contextlib.ExitStack() as stack:
             self._place = stack.enter_context(Publication(out, ranks, "save"))
             self.out = self._place.out
@@ -302,28 +307,16 @@ class PortableSave:
             with all_ranks_or_raise(ranks, f"making room for {self.out}"):
                 check_room(self._place.path, needed)
             stack.callback(self.join)
-            self._stack = stack.pop_all()
-
-    def start(self, runtime: Runtime, *, beside: bool, then: Callable[[], object]) -> None:
-        """Write this rank's file, on a thread if ``beside`` training.
-
-        ``then`` is called on rank 0 when the directory is published, on the same thread.
-        """
-        self._then, tiers, rest = then, runtime.tiers, self._contents.rest
-        work = partial(self._write, tiers.chunk_fields, lambda: None)
-        if beside:  # all is as it is now, whatever training writes
-            self._stack.callback(tiers.unpin)  # may be called twice
-            try:
-                with all_ranks_or_raise(self._ranks, f"keeping the states for {self.out}"):
-                    snapshot = runtime.records.snapshot()
-                    self._contents.rest = [
+            if beside:  # all is as it is now, whatever training writes
+                stack.callback(tiers.unpin)  # may be called twice
+                with all_ranks_or_raise(ranks, f"keeping the states for {self.out}"):
+                    snapshot = subject.runtime.records.snapshot()
+                    contents.rest = [
                         (value.detach().clone() if isinstance(value, Tensor) else value, keys)
-                        for value, keys in rest
+                        for value, keys in contents.rest
                     ]
-            except BaseException:
-                self.close()
-                raise
-            work = partial(self._write, lambda unit: snapshot.read(unit.index), tiers.unpin)
+                work = partial(self._write, lambda unit: snapshot.read(unit.index), tiers.unpin)
+            self._stack = stack.pop_all()
         self._run(work, beside)
 
     def _run(self, work: Callable[[], None], beside: bool) -> None:

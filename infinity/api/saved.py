@@ -9,12 +9,18 @@ fp32, and rounded once. So nothing is gathered, at any size, and the files are t
 [Note: bitwise peft]
 ``B @ A`` and the sum are those of peft's ``merge_and_unload``, in fp32 and for a block of rows at a time: the
 same bits for matrices of one block, and within rounding for larger ones.
+
+[Note: two forms of adapters of experts]
+peft's own form (``target_parameters``) has one pair of matrices for all experts of a packed parameter.
+Servers such as vLLM and SGLang load adapters of the layers that a checkpoint has (``experts.3.gate_proj``).
+Both say the same: projections in one parameter share ``lora_A``, and each has its rows of ``lora_B``.
 """
 
 import contextlib
 import copy
 import dataclasses
 import json
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,13 +30,12 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from infinity.api.adapters import SavedAdapters
+from infinity.api.adapters import CONFIG, VALUES, SavedAdapters
 from infinity.api.lora import wrap
 from infinity.checkpoint.directory import (
-    INDEX,
-    SAFETENSORS,
     Checkpoint,
     Latest,
     Stored,
@@ -54,7 +59,7 @@ from infinity.checkpoint.load import (
 )
 from infinity.checkpoint.model import build_model, read_config
 from infinity.checkpoint.quantize import Requantized, export_stored
-from infinity.checkpoint.writer import FilePlan, TensorSpec, copy_files, new_directory, plan_files, writing
+from infinity.checkpoint.writer import TensorSpec, copy_files, new_directory, plan_files, writing
 from infinity.comm.ranks import ALONE, Ranks, all_ranks_or_raise
 from infinity.core.errors import CheckpointError
 from infinity.core.files import user_path
@@ -191,42 +196,32 @@ def _reverted(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def write_companions(model: Any, files: Sequence[FilePlan], tokenizer: Any, folder: Path) -> None:
-    """Write what a directory of ``model`` has beside its ``files``: index, configs, the tokenizer's files."""
-    with writing(f"writing to {folder}", folder):
-        if len(files) > 1:
-            numel = sum(p.numel() for p in model.parameters())
-            nbytes = sum(file.nbytes - len(file.header) for file in files)
-            index = {
-                "metadata": {"total_parameters": numel, "total_size": nbytes},
-                "weight_map": {key: file.name for file in files for key in file.starts},
-            }
-            text = json.dumps(index, indent=2, sort_keys=True)
-            (folder / (SAFETENSORS + INDEX)).write_text(text + "\n", encoding="utf-8")
-        name = type(model).__name__
-        if is_transformers(model):
-            config = copy.deepcopy(model.config)
-            config.dtype = str(model.dtype).removeprefix("torch.")
-            config.architectures = [name]
-            config.save_pretrained(folder)
-            if model.can_generate():
-                model.generation_config.save_pretrained(folder)
-        elif dataclasses.is_dataclass(config := getattr(model, "config", None)):
-            text = json.dumps({"architectures": [name]} | dataclasses.asdict(config), indent=2, default=str)  # type: ignore[arg-type]
-            (folder / "config.json").write_text(text + "\n", encoding="utf-8")
-        if hasattr(tokenizer, "save_pretrained"):
-            tokenizer.save_pretrained(folder)
-        elif tokenizer is not None:
-            source = user_path(tokenizer, "tokenizer")
-            if not (found := tokenizer_files(source)):
-                raise CheckpointError(
-                    f"{source} holds no tokenizer; wanted a directory with tokenizer.json or the like, or "
-                    "such a file"
-                )
-            if found == [source]:
-                shutil.copyfile(source, folder / "tokenizer.json")
-            else:
-                copy_files(source, found, folder)
+def write_companions(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Write what a directory of ``model`` has beside its weights: configs, and the tokenizer's files."""
+    name = type(model).__name__
+    if is_transformers(model):
+        config = copy.deepcopy(model.config)
+        config.dtype = str(model.dtype).removeprefix("torch.")
+        config.architectures = [name]
+        config.save_pretrained(folder)
+        if model.can_generate():
+            model.generation_config.save_pretrained(folder)
+    elif dataclasses.is_dataclass(config := getattr(model, "config", None)):
+        text = json.dumps({"architectures": [name]} | dataclasses.asdict(config), indent=2, default=str)  # type: ignore[arg-type]
+        (folder / "config.json").write_text(text + "\n", encoding="utf-8")
+    if hasattr(tokenizer, "save_pretrained"):
+        tokenizer.save_pretrained(folder)
+    elif tokenizer is not None:
+        source = user_path(tokenizer, "tokenizer")
+        if not (found := tokenizer_files(source)):
+            raise CheckpointError(
+                f"{source} holds no tokenizer; wanted a directory with tokenizer.json or the like, or "
+                "such a file"
+            )
+        if found == [source]:
+            shutil.copyfile(source, folder / "tokenizer.json")
+        else:
+            copy_files(source, found, folder)
 
 
 def _converted(model: Any, values: Mapping[str, Stored], specs: Sequence[TensorSpec]) -> dict[str, Tensor]:
@@ -446,8 +441,7 @@ def _refuse_tied(name: str, uses: int) -> None:
 
 
 def _factors_of_experts(module: Any, stored: Mapping[int, Stored], shape: torch.Size) -> Factors:
-    pair = module.lora_A["default"], module.lora_B["default"]
-    a, b = (each.of_matrix(_read(stored[id(each.weight)])) for each in pair)
+    a, b = (each.of_matrix(_read(stored[id(each.weight)])) for each in module.factors)
     left, right = (a, b) if module.is_left_first else (b, a)
     return left.reshape(-1, shape[-2], left.shape[-1]), right.reshape(-1, left.shape[-1], shape[-1])
 
@@ -486,20 +480,134 @@ def merge(
             not finite.
         DiskError: A drive failed or is full.
     """
-    how: dict[str, Any] = {"ranks": ranks, "on_progress": on_progress}
-    companions = partial(write_companions, merged.model)
+    how: dict[str, Any] = {"prepare": partial(write_companions, merged.model, tokenizer)}
+    how |= {"ranks": ranks, "on_progress": on_progress}
     if stored_as is not None:
         values = contextlib.nullcontext(merged.tensors)
-        return export_stored(
-            stored_as, out, merged.tensors, values, partial(companions, (), tokenizer), **how
-        )
+        return export_stored(stored_as, out, merged.tensors, values, **how)
     specs = [TensorSpec(key, each.dtype, tuple(each.shape)) for key, each in merged.tensors.items()]
-    files = plan_files(specs, max_shard_nbytes)
     with (
-        new_directory(files, out, prepare=partial(companions, files, tokenizer), **how) as put,
+        new_directory(plan_files(specs, max_shard_nbytes), out, **how) as put,
         all_ranks_or_raise(ranks, f"writing {out}"),
     ):
         for spec in specs[ranks.rank :: ranks.world_size]:
             for start, piece in merged.tensors[spec.key].pieces():
                 put(spec.key, start, piece)
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """Names the layer that a checkpoint has for some rows of an expert of a packed parameter."""
+
+    layer: str
+    expert: int
+    rows: slice
+
+
+def split_experts(adapters: Path, folder: Path, config: Any) -> None:
+    """Write ``adapters``, which are in peft's form, into ``folder``, with a layer for each expert.
+
+    ``config`` is that of the base. Files in ``folder``, a copy of ``adapters``, are replaced; others that are
+    linked to them are not changed. Memory holds all adapters. Adapters of layers stay as they are.
+
+    Raises:
+        CheckpointError: The adapters cannot be read, or are those of another model; or the checkpoints of
+            this kind of model have packed experts themselves.
+    """
+    with SavedAdapters(adapters) as saved:
+        with torch.device("meta"):
+            model = build_model(config, None, torch.float32)
+            named = dict(named_targets(model))
+            projections = _projections(saved_tensors(model, named), named)
+            names = {id(tensor): name for name, tensor in named.items()}
+            adapted = wrap(model, saved.config, saved)
+        stored = {id(tensor): each for tensor, each in saved.match(adapted)}
+        from infinity.api.expert_lora import ParamWrapper
+
+        wrappers = [module for module in adapted.modules() if isinstance(module, ParamWrapper)]
+        # Those of other parameters are linear layers in any form.
+        layers = {names[id(each.get_param())]: each for each in wrappers if each.get_param().ndim == 3}
+        for name, module in layers.items():
+            if name not in projections or module.is_left_first:
+                raise CheckpointError(
+                    f"{name}: checkpoints of {type(model).__name__} have its experts in one tensor, too, so "
+                    "there are no layers to name; servers load adapters of such models in peft's own form, "
+                    "without per_expert"
+                )
+        packed = {id(stored[id(factor.weight)]) for each in layers.values() for factor in each.factors}
+        kept = ((key, each) for key, each in saved.items() if id(each) not in packed)
+        values = {key: each.whole() for key, each in kept}
+        entries = dict(saved.entries)
+        for name, module in layers.items():
+            right, left = (f.of_matrix(stored[id(f.weight)].whole()) for f in module.factors)
+            for each in projections[name]:
+                key, b = f"base_model.model.{each.layer}", left[each.expert, each.rows]
+                values[f"{key}.lora_A.weight"] = right[each.expert].clone()
+                values[f"{key}.lora_B.weight"] = b.clone(memory_format=torch.contiguous_format)
+        _name_layers(entries, values, adapted, {layers[name]: projections[name] for name in layers})
+    with writing(f"writing to {folder}", folder):
+        new = folder / f"{VALUES}.new"
+        save_file(values, new, metadata={"format": "pt"})
+        new.replace(folder / VALUES)
+        (folder / CONFIG).unlink()  # another directory may have a link to it
+        text = json.dumps(entries, indent=2, sort_keys=True)
+        (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
+
+
+def _projections(tensors: Sequence[SavedTensor], named: dict[str, Tensor]) -> dict[str, list[Projection]]:
+    """Return the layers that a checkpoint has in place of each packed parameter, by its name."""
+    found: dict[str, list[Projection]] = {}
+    for item in tensors:
+        [part] = item.parts if item.parts is not None and len(item.parts) == 1 else [None]
+        if part is None or named[part.source].ndim != 3 or len(item.spec.shape) != 2:
+            continue
+        _, rows, columns = named[part.source].shape
+        expert, first = divmod(part.offset // columns, rows)
+        last = first + part.numel // columns
+        if tuple(item.spec.shape) == (last - first, columns) and not part.offset % columns and last <= rows:
+            layer = item.spec.key.removesuffix(".weight")
+            found.setdefault(part.source, []).append(Projection(layer, expert, slice(first, last)))
+    whole = {name: named[name].shape[:2].numel() for name in found}
+    return {
+        name: each
+        for name, each in found.items()
+        if sum(one.rows.stop - one.rows.start for one in each) == whole[name]
+    }
+
+
+def _name_layers(
+    entries: dict[str, Any], values: dict[str, Tensor], adapted: Any,
+    layers: Mapping[Any, Sequence[Projection]],
+) -> None:  # fmt: skip
+    """Let peft's config name the layers of ``layers`` in place of packed parameters.
+
+    Patterns name packed parameters, and a server may read none: each other alpha becomes a factor of B.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    ranks, ends = dict[str, int](), set[str]()
+    entries["lora_alpha"] = entries.get("lora_alpha") or 1  # a layer's alpha of 0 becomes a factor, too
+    for name, module in adapted.named_modules():
+        if not isinstance(module, LoraLayer):
+            continue
+        alpha, default = module.lora_alpha["default"], entries["lora_alpha"]
+        keys = [f"{name}.lora_B.weight", f"{name}.lora_embedding_B"]
+        numbered = [name.removeprefix("base_model.model.")]
+        if module in layers:
+            ends |= {each.layer.rpartition(".")[2] for each in layers[module]}
+            keys = [f"base_model.model.{each.layer}.lora_B.weight" for each in layers[module]]
+            # peft packs experts again in models that do, then their layers have no number
+            numbered = [re.sub(r"\.\d+(\.\w+)$", r"(\\.\\d+)?\1", each.layer) for each in layers[module]]
+        ranks |= dict.fromkeys(numbered, module.r["default"])
+        for key in keys if alpha != default else ():
+            if key in values:
+                values[key] = values[key] * (alpha / default)
+    modules = entries.get("target_modules") or []
+    every = {name.rpartition(".")[2] for name in ranks}
+    entries["target_modules"] = sorted({*modules, *ends} if isinstance(modules, list) else every)
+    entries["target_parameters"], entries["alpha_pattern"], entries["rank_pattern"] = None, {}, {}
+    for end in sorted(every):
+        alike = {name: rank for name, rank in ranks.items() if name.rpartition(".")[2] == end}
+        named = {end: max(alike.values())} if len(set(alike.values())) == 1 else alike
+        entries["rank_pattern"] |= {name: rank for name, rank in named.items() if rank != entries["r"]}

@@ -4,24 +4,22 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TextIO
 
 import infinity
 from infinity.api.adapters import CONFIG, VALUES
-from infinity.api.save_lora import split_experts
-from infinity.api.saved import MergedModel
+from infinity.api.saved import MergedModel, split_experts
 from infinity.api.saved import merge as merge_adapters
 from infinity.app import runs
 from infinity.app.best import best_of
 from infinity.app.samples import Writer, Writing, end_answers
 from infinity.app.train import Wanted, built, process_group, set_threads, tokenizer_of, write_model
-from infinity.checkpoint.directory import INDEX, SAFETENSORS, Checkpoint, read_json_object, tokenizer_files
+from infinity.checkpoint.directory import Checkpoint, read_json_object, tokenizer_files
 from infinity.checkpoint.load import OnProgress
 from infinity.checkpoint.model import read_config
-from infinity.checkpoint.quantize import Requantized, export_stored
+from infinity.checkpoint.quantize import Requantized, quantize_checkpoint
 from infinity.checkpoint.writer import Publication, copy_files
 from infinity.comm.ranks import ALONE, rank, world_size
 from infinity.core.errors import CheckpointError, RecipeError
@@ -100,15 +98,8 @@ def _publish(
     if values or recipe is None or not wanted.stored:
         _copy(saved, out)
         return None
-    with Checkpoint(saved) as kept:
-        others = (path for path in _files_of(saved) if path.suffix != ".safetensors")
-        prepare = partial(copy_files, saved, [path for path in others if path.name != SAFETENSORS + INDEX])
-        like, given = Path(str(recipe.model.path)), contextlib.nullcontext(kept)
-        return export_stored(like, out, kept, given, prepare, ranks=ALONE, on_progress=on_progress)
-
-
-def _files_of(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if path.is_file()]
+    others = [p for p in saved.rglob("*") if p.is_file() and ".safetensors" not in p.suffixes]
+    return quantize_checkpoint(saved, Path(str(recipe.model.path)), out, ALONE, on_progress, others)
 
 
 def _copy(source: Path, out: Path, change: Callable[[Path], None] = lambda copied: None) -> None:
@@ -117,7 +108,7 @@ def _copy(source: Path, out: Path, change: Callable[[Path], None] = lambda copie
     ``change`` is given the copy before it is published; it may replace files, but not write to them.
     """
     with Publication(out) as publication:
-        copy_files(source, _files_of(source), publication.path)
+        copy_files(source, (path for path in source.rglob("*") if path.is_file()), publication.path)
         change(publication.path)
         publication.publish()
 

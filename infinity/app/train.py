@@ -477,7 +477,7 @@ class Wanted:
 
     stored: bool = False  # quantized again, in the form of the checkpoint in model.path
     merge: bool = False  # adapters merged into the weights of their base
-    per_expert: bool = False  # adapters with a layer for each expert: see infinity.api.save_lora
+    per_expert: bool = False  # adapters with a layer for each expert: see infinity.api.saved
     base: str | Path | None = None  # that of a directory of adapters, if it is not where they say
     adapter: str | None = None  # this one of several
     best: bool = False  # those of the best evaluation (train.keep_best), in place of the last ones

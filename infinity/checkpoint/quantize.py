@@ -36,7 +36,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -58,7 +58,14 @@ from infinity.checkpoint.forms import HF_QUANT_CONFIG, declared, decode_checkpoi
 from infinity.checkpoint.load import OnProgress, sources_of
 from infinity.checkpoint.model import build_model, is_ours, read_config
 from infinity.checkpoint.quantized import Decoded, unchanged
-from infinity.checkpoint.writer import FilePlan, TensorSpec, copy_files, new_directory, plan_files, writing
+from infinity.checkpoint.writer import (
+    FilePlan,
+    TensorSpec,
+    copy_files,
+    create_files,
+    new_directory,
+    plan_files,
+)
 from infinity.comm.ranks import Ranks, agree, all_ranks_or_raise, gather
 from infinity.core.errors import CheckpointError, library_errors, listed
 from infinity.core.nbytes import format_nbytes
@@ -68,8 +75,6 @@ from infinity.partition.builder import routers
 _MOST_NAMED = 10
 #: What is encoded, and how: to be changed when a form's tensors or rules change.
 _VERSION = b"2"
-#: The most bytes of values in one file.
-_MOST_FILE_NBYTES = 4 * 2**30
 #: Matrices with fewer rows or columns are left, such as gates.
 _LEAST_ROWS = 16
 _FP8_BLOCK, _NF4_BLOCK = 128, 64
@@ -152,15 +157,6 @@ def _stored_parts(tensor: Stored) -> list[Stored]:
     return [part.tensor for part in tensor.parts] if isinstance(tensor, Decoded) else [tensor]
 
 
-@contextmanager
-def open_together(path: Path, ranks: Ranks) -> Iterator[Checkpoint]:
-    """Open a directory of plain weights on every rank; none goes on if one cannot."""
-    with all_ranks_or_raise(ranks, f"opening {path}"):
-        values = Checkpoint(path)
-    with values:
-        yield values
-
-
 def export_stored(
     like: Path, out: Path, tensors: Mapping[str, Stored | TensorSpec],
     values: AbstractContextManager[Mapping[str, Stored]], prepare: Callable[[Path], object], *, ranks: Ranks,
@@ -195,12 +191,15 @@ def export_stored(
         with new_directory(files, out, ranks, prepare_all, **how) as put, values as given:
             with all_ranks_or_raise(ranks, f"writing {out}"):
                 mine = _write_tensors(form, sources, given, put, ranks)
-            errors: dict[str, float] = {}
-            for each in gather(mine, ranks, f"errors of {out}"):
-                errors |= each
+            everyone = gather(mine, ranks, f"errors of {out}")
+        errors = {key: error for each in everyone for key, error in each.items()}
         largest, worst = max(((error, key) for key, error in errors.items()), default=(0.0, ""))
         mean, copied = sum(errors.values()) / max(1, len(errors)), list(sources.values()).count(None)
-        result = Requantized(form.form, len(errors), mean, largest, worst, copied)
+        kept = (each for each in form.values() if isinstance(each, FileTensor) and len(each.shape) == 3)
+        left = [
+            each.shape.numel() * each.dtype.itemsize for each in kept if min(each.shape[-2:]) >= _LEAST_ROWS
+        ]
+        result = Requantized(form.form, len(errors), mean, largest, worst, copied, tuple(left))
         return agree(result, ranks.world_size, f"errors of {out}")
 
 
@@ -252,20 +251,19 @@ def _rounded(form: QuantizedLayout, key: str, start: int, held: Tensor) -> Tenso
 
 def _declare(form: QuantizedLayout, folder: Path) -> None:
     """Write the index, and what says in ``config.json`` how weights are quantized."""
-    with writing(f"writing to {folder}", folder):
-        if not (form.path / SAFETENSORS).exists():  # the index of one file is not read
-            shutil.copyfile(form.path / (SAFETENSORS + INDEX), folder / (SAFETENSORS + INDEX))
-        stored, config = (read_json_object(each / "config.json") for each in (form.path, folder))
-        if "dtype" in stored or "torch_dtype" in stored:
-            config["dtype"] = stored.get("dtype", stored.get("torch_dtype"))
-        if stored.get("quantization_config"):
-            config["quantization_config"] = stored["quantization_config"]
-        elif declared(form.path)[0] == HF_QUANT_CONFIG:
-            shutil.copyfile(form.path / HF_QUANT_CONFIG, folder / HF_QUANT_CONFIG)
-        else:
-            inner = {"quantization_config": stored["text_config"]["quantization_config"]}
-            config["text_config"] = config.get("text_config", {}) | inner
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    if not (form.path / SAFETENSORS).exists():  # the index of one file is not read
+        shutil.copyfile(form.path / (SAFETENSORS + INDEX), folder / (SAFETENSORS + INDEX))
+    stored, config = (read_json_object(each / "config.json") for each in (form.path, folder))
+    if "dtype" in stored or "torch_dtype" in stored:
+        config["dtype"] = stored.get("dtype", stored.get("torch_dtype"))
+    if stored.get("quantization_config"):
+        config["quantization_config"] = stored["quantization_config"]
+    elif declared(form.path)[0] == HF_QUANT_CONFIG:
+        shutil.copyfile(form.path / HF_QUANT_CONFIG, folder / HF_QUANT_CONFIG)
+    else:
+        inner = {"quantization_config": stored["text_config"]["quantization_config"]}
+        config["text_config"] = config.get("text_config", {}) | inner
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -448,26 +446,22 @@ def published(form: str, said: Mapping[str, Any], bits: int, size: int, left: Se
 
 
 def quantize_checkpoint(
-    source: Path, like: Path, out: Path, ranks: Ranks, on_progress: OnProgress | None = None
-) -> Requantized:
+    source: Path, like: Path, out: Path, ranks: Ranks, on_progress: OnProgress | None = None,
+    companions: Sequence[Path] = (),
+) -> Requantized:  # fmt: skip
     """Write the checkpoint ``source`` to ``out`` in the form of ``like``, its template; every rank must call.
 
-    Memory holds a piece of a matrix at a time (of NVFP4 a whole one). Raises errors of an export.
+    ``companions`` are the files that are copied beside; empty: configs, and the tokenizer's. Memory holds a
+    piece of a matrix at a time (of NVFP4 a whole one). Raises errors of an export.
     """
     configs = [source / name for name in ("config.json", "generation_config.json")]
-    companions = [path for path in configs if path.is_file()] + tokenizer_files(source)
+    companions = companions or [path for path in configs if path.is_file()] + tokenizer_files(source)
     prepare = partial(copy_files, source, companions)
-    with open_together(source, ranks) as plain, open_together(like, ranks) as made:
-        result = export_stored(
-            like, out, plain, contextlib.nullcontext(plain), prepare, ranks=ranks, on_progress=on_progress
-        )
-        packed = [(made.get(key), each) for key, each in plain.items() if len(each.shape) == 3]
-        left = [
-            each.shape.numel() * each.dtype.itemsize
-            for like, each in packed
-            if min(each.shape[-2:]) >= _LEAST_ROWS and like is not None and like.dtype == each.dtype
-        ]
-    return replace(result, left_nbytes=tuple(left))
+    with all_ranks_or_raise(ranks, f"opening {source}"):
+        plain = Checkpoint(source)
+    with plain:
+        values = contextlib.nullcontext(plain)
+        return export_stored(like, out, plain, values, prepare, ranks=ranks, on_progress=on_progress)
 
 
 def fingerprint(source: Path, like: Path) -> str:
@@ -554,7 +548,7 @@ def _write_template(
     folder: Path, plain: Checkpoint, form: _Form, chosen: Mapping[str, _Weight], left: list[str]
 ) -> None:
     specs, constants = list[TensorSpec](), dict[str, Tensor]()
-    for key, tensor in sorted(plain.items(), key=lambda each: _place(each[1])):
+    for key, tensor in plain.items():
         if key not in chosen:
             specs.append(TensorSpec(key, tensor.dtype, tuple(tensor.shape)))
             continue
@@ -563,27 +557,7 @@ def _write_template(
             if isinstance(made, Tensor):
                 constants[stem + ending], made = made, (made.dtype, tuple(made.shape))
             specs.append(TensorSpec(stem + ending, *made))
-    write_holes(folder, specs, constants)
+    create_files(folder, plan_files(specs), constants)
     said = dict(form.config) | ({form.left_in: left} if form.left_in else {})
     config = read_json_object(plain.path / "config.json") | {"quantization_config": said}
     (folder / "config.json").write_text(json.dumps(config) + "\n", encoding="utf-8")
-
-
-def _place(tensor: Stored) -> tuple[int, int]:
-    [piece] = tensor.ranges(0, 1) if isinstance(tensor, FileTensor) else [None]
-    return (0, 0) if piece is None else (piece.file, piece.offset)
-
-
-def write_holes(folder: Path, specs: Sequence[TensorSpec], constants: Mapping[str, Tensor]) -> None:
-    """Write the files of a checkpoint with holes for values, but those of ``constants``."""
-    plans = plan_files(specs, _MOST_FILE_NBYTES)
-    for plan in plans:
-        with (folder / plan.name).open("xb") as file:
-            file.truncate(plan.nbytes)
-            file.write(plan.header)
-            for key in plan.starts.keys() & constants.keys():
-                file.seek(plan.starts[key])
-                file.write(constants[key].numpy().tobytes())
-    if len(plans) > 1:
-        index = {"weight_map": {key: plan.name for plan in plans for key in plan.starts}}
-        (folder / (SAFETENSORS + INDEX)).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -22,12 +22,12 @@ import os
 import re
 import secrets
 import shutil
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -35,7 +35,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from infinity.checkpoint.directory import DTYPES, SAFETENSORS
+from infinity.checkpoint.directory import DTYPES, INDEX, SAFETENSORS
 from infinity.comm.ranks import ALONE, Ranks, agree, all_ranks_or_raise
 from infinity.core.errors import CheckpointError, DiskError, free_space
 from infinity.core.files import open_locked, sync
@@ -231,9 +231,10 @@ class FilePlan:
     header: bytes
     starts: Mapping[str, int]
     nbytes: int
+    numel: int = 0  # of all tensors
 
 
-def plan_file(name: str, tensors: Iterable[TensorSpec]) -> FilePlan:
+def plan_file(name: str, tensors: Sequence[TensorSpec]) -> FilePlan:
     """Plan a file by [Note: the layout of a file]; a CheckpointError for equal keys and unknown dtypes."""
     offsets: dict[str, int] = {}
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -254,10 +255,10 @@ def plan_file(name: str, tensors: Iterable[TensorSpec]) -> FilePlan:
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
     starts = {key: len(header) + offset for key, offset in offsets.items()}
-    return FilePlan(name, header, starts, len(header) + at)
+    return FilePlan(name, header, starts, len(header) + at, sum(tensor.numel for tensor in tensors))
 
 
-def plan_files(tensors: Sequence[TensorSpec], max_shard_nbytes: int) -> tuple[FilePlan, ...]:
+def plan_files(tensors: Sequence[TensorSpec], max_shard_nbytes: int = 2**32) -> tuple[FilePlan, ...]:
     """Share ``tensors``, in order, among files of at most ``max_shard_nbytes``; a larger one has its own."""
     if type(max_shard_nbytes) is not int or max_shard_nbytes < 1:
         raise CheckpointError(f"max_shard_nbytes: got {max_shard_nbytes!r}; wanted a count of bytes")
@@ -276,14 +277,31 @@ def plan_files(tensors: Sequence[TensorSpec], max_shard_nbytes: int) -> tuple[Fi
     return tuple(plan_file(name, shard) for name, shard in zip(names, shards, strict=True))
 
 
-def create_files(folder: Path, plans: Sequence[FilePlan]) -> None:
-    """Create files, with their headers and lengths, if there is room for all of them."""
-    check_room(folder, sum(plan.nbytes for plan in plans))
+def create_files(
+    folder: Path, plans: Sequence[FilePlan], constants: Mapping[str, Tensor] | None = None
+) -> None:
+    """Create files, headers and index, with room for all values or, but for ``constants``, with holes."""
+    holes, constants = constants is not None, constants or {}
+    if not holes:
+        check_room(folder, sum(plan.nbytes for plan in plans))
     for plan in plans:
         path = folder / plan.name
         with writing(f"making {path}", path, plan.nbytes), path.open("xb") as file:
-            reserve(file.fileno(), plan.nbytes)
+            (os.ftruncate if holes else reserve)(file.fileno(), plan.nbytes)
             file.write(plan.header)
+            for key in plan.starts.keys() & constants.keys():
+                file.seek(plan.starts[key])
+                file.write(constants[key].numpy().tobytes())
+    if len(plans) == 1 and plans[0].name == SAFETENSORS:
+        return
+    nbytes = sum(plan.nbytes - len(plan.header) for plan in plans)
+    index = {
+        "metadata": {"total_parameters": sum(plan.numel for plan in plans), "total_size": nbytes},
+        "weight_map": {key: plan.name for plan in plans for key in plan.starts},
+    }
+    path = folder / (SAFETENSORS + INDEX)
+    with writing(f"writing {path}", path):
+        path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def copy_files(source: Path, paths: Iterable[Path], folder: Path) -> None:
@@ -362,11 +380,12 @@ class RangeWriter(AbstractContextManager["RangeWriter"]):
     def __init__(self) -> None:
         self.nbytes = 0  # handed over so far
         self._threads = ThreadPoolExecutor(_DEPTH - 1, "infinity-export")
-        self._free: list[_Bytes] = [HostBuffer(_WRITE_NBYTES).tensor.numpy() for _ in range(_DEPTH)]
+        self._free = SimpleQueue[_Bytes]()
+        for _ in range(_DEPTH):
+            self._free.put(HostBuffer(_WRITE_NBYTES).tensor.numpy())
         #: The block that is filled with bytes [start, stop) of a file; it begins with the page of ``start``.
         self._filling: tuple[OutputFile, _Bytes] | None = None
         self._start = self._stop = 0
-        self._writing: deque[tuple[_Bytes, Future[None]]] = deque()
         self._error: BaseException | None = None
         self._opened: list[OutputFile] = []
 
@@ -386,9 +405,7 @@ class RangeWriter(AbstractContextManager["RangeWriter"]):
             filling, filled = self._filling, self._stop - self._start + self._start % BLOCK_NBYTES
             if filling is None or filling[0] is not file or self._stop != offset or filled == _WRITE_NBYTES:
                 self._submit()
-                if not self._free:
-                    self._end_oldest()
-                filling = self._filling = file, self._free.pop()
+                filling = self._filling = file, self._free.get()
                 self._start = self._stop = offset
                 filled = offset % BLOCK_NBYTES
             taken = min(_WRITE_NBYTES - filled, len(data))
@@ -403,8 +420,8 @@ class RangeWriter(AbstractContextManager["RangeWriter"]):
 
     def flush(self) -> None:
         self._submit()
-        while self._writing:
-            self._end_oldest()
+        for block in [self._free.get() for _ in range(_DEPTH)]:  # when none is being written
+            self._free.put(block)
         self.check()
 
     def finish(self) -> None:
@@ -415,18 +432,17 @@ class RangeWriter(AbstractContextManager["RangeWriter"]):
 
     def _submit(self) -> None:
         if self._filling is not None:
-            file, block = self._filling
-            memory = block.data[: self._stop - self._start + self._start % BLOCK_NBYTES]
-            self._writing.append((block, self._threads.submit(file.put, self._start, memory)))
+            nbytes = self._stop - self._start + self._start % BLOCK_NBYTES
+            self._threads.submit(self._put, *self._filling, self._start, nbytes)
         self._filling = None
 
-    def _end_oldest(self) -> None:
-        block, written = self._writing.popleft()
+    def _put(self, file: OutputFile, block: _Bytes, start: int, nbytes: int) -> None:
         try:
-            written.result()
-        except OSError as error:
+            file.put(start, block.data[:nbytes])
+        except BaseException as error:
             self._error = self._error or error
-        self._free.append(block)
+        finally:
+            self._free.put(block)
 
     def __exit__(self, *exc: object) -> None:
         self._threads.shutdown(cancel_futures=True)  # they write to the files, and end first
@@ -451,7 +467,8 @@ def new_directory(
         with all_ranks_or_raise(ranks, f"making {place.out}"):
             if ranks.rank == 0:
                 create_files(place.path, files)
-                prepare(place.path)
+                with writing(f"writing to {place.path}", place.path):
+                    prepare(place.path)
         with RangeWriter() as writer:
             with all_ranks_or_raise(ranks, f"writing {place.out}"):
                 opened = [(writer.open(place.path / file.name), file.starts) for file in files]

@@ -35,12 +35,11 @@ from transformers.trainer_utils import check_target_module_exists
 from transformers.training_args import OptimizerNames
 
 from infinity.activations.tensor_cache import patched
-from infinity.api.export import export
+from infinity.api.export import export, save_lora
 from infinity.api.init import ema, from_pretrained, is_served, no_sync, resume
 from infinity.api.lora import add_lora
 from infinity.api.optimizer import AdamW, Optimizer
 from infinity.api.portable import load_checkpoint
-from infinity.api.save_lora import save_lora
 from infinity.core.config import SettingError
 from infinity.core.errors import StateError
 from infinity.device.accelerator import generator_states, set_generator_states

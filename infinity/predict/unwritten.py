@@ -18,7 +18,8 @@ import torch
 
 from infinity.api.saved import saved_tensors
 from infinity.checkpoint.model import build_model, read_config
-from infinity.checkpoint.quantize import FORMS, WITH_EXPERTS, published, template, write_holes
+from infinity.checkpoint.quantize import FORMS, WITH_EXPERTS, published, template
+from infinity.checkpoint.writer import create_files, plan_files
 
 #: What tells the forms that are written from each other, and from others.
 _TELLS = (
@@ -67,7 +68,8 @@ def unwritten(path: Path, form: Any) -> Iterator[Path]:
             model = build_model(read_config(path, {"quantization_config": None}), None, torch.bfloat16)
         dtype = getattr(model.config, "dtype", None) or torch.bfloat16
         saved = saved_tensors(model, model.state_dict(keep_vars=True))
-        write_holes(plain, [replace(each.spec, dtype=dtype) for each in saved], {})
+        specs = [replace(each.spec, dtype=dtype) for each in saved]
+        create_files(plain, plan_files(specs), {})
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
         config.pop("quantization_config", None)
         (plain / "config.json").write_text(json.dumps(config), encoding="utf-8")

@@ -17,7 +17,7 @@ from torch import nn
 import infinity
 from infinity import RecipeError, add_lora, cli, save_lora
 from infinity.api import saved as merging
-from infinity.api.save_lora import split_experts
+from infinity.api.saved import split_experts
 from infinity.engine.runtime import runtime_of
 from tests.helpers.cases import few
 from tests.helpers.launch import run_ranks, several
