@@ -135,13 +135,13 @@ def _overrides(help: str) -> _Argument:
     return _argument("overrides", "key=value", help, nargs="*", default=())
 
 
-def _at_least_one(kind: Callable[[str], float]) -> Callable[[str], float]:
-    """Return what reads an argument of a ``kind``, a number of things."""
+def _at_least(least: int, kind: Callable[[str], float]) -> Callable[[str], float]:
+    """Return what reads an argument of a ``kind``, a number from ``least`` on."""
 
     def read(text: str) -> float:
         number = kind(text)
-        if not 1 <= number < math.inf:
-            raise argparse.ArgumentTypeError(f"got {text[:100]}; wanted a number >= 1")
+        if not least <= number < math.inf:
+            raise argparse.ArgumentTypeError(f"got {text[:100]}; wanted a number >= {least}")
         return number
 
     read.__name__ = kind.__name__  # argparse names it where the text is no number
@@ -153,9 +153,9 @@ _HARDWARE = (
     _argument(
         "--on", "HARDWARE", "a file, or a name such as hgx-h100 (configs/hardware); default: this machine"
     ),
-    _argument("--ranks", "N", "ranks in all (default: one for each device)", type=_at_least_one(int)),
+    _argument("--ranks", "N", "ranks in all (default: one for each device)", type=_at_least(1, int)),
     _argument(
-        "--tokens", "N", "tokens to train on, such as 1e9 (default: train.steps)", type=_at_least_one(float)
+        "--tokens", "N", "tokens to train on, such as 1e9 (default: train.steps)", type=_at_least(1, float)
     ),
 )
 
@@ -314,14 +314,16 @@ def _report(args: argparse.Namespace) -> None:
     """
     from infinity.app.report import write_report
 
-    print(f"wrote {write_report(args.run, args.output)}")
+    print(f"wrote {write_report(args.run, _new_file(args.output, may_exist=True))}")
 
 
 @_command(
     _argument("run", "RUN|DIR", "a run's folder, or a model or adapters that were exported"),
     _argument("--prompt", "TEXT", "answer this, and end (default: the lines of standard input)"),
-    _argument("--tokens", "N", "tokens of an answer, at most", type=_at_least_one(int), default=512),
-    _argument("--temperature", "T", "0: the likeliest token each time", type=float, default=0.0),
+    _argument("--tokens", "N", "tokens of an answer, at most", type=_at_least(1, int), default=512),
+    _argument(
+        "--temperature", "T", "0: the likeliest token each time", type=_at_least(0, float), default=0.0
+    ),
     _flag("--plain", "continue each text, in place of answering it with the chat template"),
     _argument("--adapter", "NAME", "of several adapters this one"),
 )
@@ -334,8 +336,6 @@ def _chat(args: argparse.Namespace) -> None:
     from infinity.app.export import chat
     from infinity.app.samples import Writing
 
-    if not 0 <= args.temperature < math.inf:
-        raise RecipeError(f"--temperature {args.temperature}: wanted a number >= 0")
     prompts = _typed() if args.prompt is None else [args.prompt]
     how = Writing(args.tokens, args.temperature)
     chat(args.run, prompts, how, plain=args.plain, adapter=args.adapter)
@@ -417,7 +417,7 @@ def _say_once(line: str) -> None:
         "--tokens-per-step",
         "N",
         "with --best: tokens of a step on all ranks (default: those of the recipe)",
-        type=_at_least_one(int),
+        type=_at_least(1, int),
     ),
     _argument("--output", "FILE", "with --best: write the recipe, for infinity train, such as best.yaml"),
 )
@@ -495,7 +495,7 @@ def _probe(args: argparse.Namespace) -> None:
     _argument("recipe", "RECIPE", "a YAML file, as in configs/ (default: the defaults)", nargs="?"),
     _overrides("such as memory.nvme=[/mnt/a,/mnt/b], whose drives are measured"),
     _argument(
-        "--timeout", "S", "of each check, and for late ranks (s)", type=_at_least_one(float), default=60.0
+        "--timeout", "S", "of each check, and for late ranks (s)", type=_at_least(1, float), default=60.0
     ),
     _flag("--json", "print what every rank found as JSON"),
 )

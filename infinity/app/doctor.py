@@ -147,18 +147,13 @@ class Examination:
         return {"host_nbytes": total, "free_for_a_rank_nbytes": free, "shared_memory_nbytes": shm}
 
     def _limits(self) -> dict[str, Any]:
-        kinds = {"open_files": resource.RLIMIT_NOFILE, "locked_memory_nbytes": resource.RLIMIT_MEMLOCK}
-        limits = {name: resource.getrlimit(kind)[0] for name, kind in kinds.items()}
-        found = {name: None if each == resource.RLIM_INFINITY else each for name, each in limits.items()}
-        least, files = _FILES + 4 * self.launch.world_size, found["open_files"]
-        if files is not None and files < least:
+        least, files = _FILES + 4 * self.launch.world_size, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if files != resource.RLIM_INFINITY and files < least:
             self.found.wrong.append(
                 f"this rank may open {files} files and needs {least}, most of them connections to other "
                 f"ranks: ulimit -n {least}"
             )
-        if found["locked_memory_nbytes"] is not None and any(Path("/dev/infiniband").glob("uverbs*")):
-            self.found.notes.append("InfiniBand locks memory, which is limited: ulimit -l unlimited")
-        return found
+        return {"open_files": None if files == resource.RLIM_INFINITY else files}
 
     def _inputs(self) -> dict[str, Any]:
         model, files = self.recipe.model.path, find_files(self.recipe.data.files)
@@ -218,12 +213,6 @@ class Meeting:
         """Wait for the other ranks, and try to reach some."""
         rank, size = self.launch.rank, self.launch.world_size
         places = self._wait_for("at", range(size), self.patience_s)
-        _, own, _ = places[rank]
-        if own.startswith("127.") and any(host != found.host for host, _, _ in places.values()):
-            found.wrong.append(
-                f"{found.host} is {own} for itself, where ranks on other machines cannot reach it: export "
-                "GLOO_SOCKET_IFNAME, the interface of the network that joins them, or mend /etc/hosts"
-            )
         silent = []
         for other in [(rank + each) % size for each in range(1, min(size, _NEIGHBORS + 1))]:
             host, address, port = places.get(other, ("", "", 0))
@@ -235,9 +224,10 @@ class Meeting:
         if silent:
             found.wrong.append(
                 f"cannot connect to {listed(silent, 4)}: open all TCP ports between the machines of a run, "
-                "and export GLOO_SOCKET_IFNAME, the network that joins them"
+                "and export GLOO_SOCKET_IFNAME, the interface that joins them (if a machine is "
+                "127.0.0.1 for itself, or mend /etc/hosts)"
             )
-        found.facts["network"] = {"address": own}
+        found.facts["network"] = {"address": places[rank][1]}
 
     def gather(self, found: Found) -> list[Found]:
         """Return what all ranks have found, on rank 0; its own elsewhere. A rank without a word is named."""

@@ -64,7 +64,7 @@ td, pre { white-space: pre-wrap; overflow-wrap: anywhere; }
 svg { width: 520px; max-width: 100%; height: auto; }
 </style>
 <h1>$name</h1>
-<p>$about</p>
+<p>$state</p>
 $charts
 <h2>summary</h2>
 $summary
@@ -81,13 +81,11 @@ $samples
 Points: TypeAlias = NDArray[np.float64]
 
 
-def write_report(path: str | Path, output: str | Path | None = None) -> Path:
+def write_report(path: str | Path, output: Path | None = None) -> Path:
     """Write the page of a run's folder, and return its path; RecipeError: no run, or it cannot be written."""
     folder = user_path(path, "RUN")
     recipe = runs.recipe_of(folder)
-    out = folder / REPORT if output is None else user_path(output, "--output")
-    if out.is_dir() or not out.parent.is_dir():
-        raise RecipeError(f"--output {output}: wanted a file's path, in a folder that exists")
+    out = folder / REPORT if output is None else output
     curves, totals = defaultdict[str, "array[float]"](lambda: array("d")), SummaryBuilder()
     for line in read_metrics(folder / runs.METRICS):
         totals.take(line)
@@ -97,7 +95,7 @@ def write_report(path: str | Path, output: str | Path | None = None) -> Path:
     charts = charts_of(curves, {*(recipe.data.eval_sets or {}), *recipe.adapters})
     texts = {
         "name": folder.resolve().name, "recipe": recipe.to_yaml(keys=()), "whole": recipe.to_yaml(),
-        "about": f"{runs.state_of(folder)} · {_about(recipe)}", "version": version("infinity-offload"),
+        "state": runs.state_of(folder), "version": version("infinity-offload"),
     }  # fmt: skip
     page = _PAGE.substitute(
         {name: html.escape(text) for name, text in texts.items()},
@@ -186,12 +184,6 @@ def _finished(path: Path) -> Summary | None:
         return Summary(**given)
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
-
-
-def _about(recipe: Recipe) -> str:
-    model = recipe.model.path or f"a new model of {recipe.model.numel:,} parameters"
-    trained = "adapters" if recipe.trains_adapters else "all weights"
-    return f"{recipe.train.task} of {trained} · {model} · {recipe.train.dtype}"
 
 
 def _table(rows: Iterable[tuple[str, ...]]) -> str:
