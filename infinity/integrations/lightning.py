@@ -75,8 +75,6 @@ class LightningStrategy(DDPStrategy):  # type: ignore[misc]
     def block_backward_sync(self) -> AbstractContextManager[None]:
         return no_sync(self.lightning_module)
 
-    # --- checkpoints: every rank calls ---------------------------------------------------------------------
-
     def lightning_module_state_dict(self) -> dict[str, Any]:
         return {}
 

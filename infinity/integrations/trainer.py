@@ -140,8 +140,6 @@ class StreamingTrainer(transformers.Trainer):  # type: ignore[misc]
                         stack.enter_context(patched(module, name, partial(own, self, getattr(module, name))))
             yield
 
-    # --- what the model computes with --------------------------------------------------------------------
-
     def create_accelerator_and_postprocess(self) -> None:
         args = self.args
         for name in ("deepspeed", "fsdp"):
@@ -270,8 +268,6 @@ class StreamingTrainer(transformers.Trainer):  # type: ignore[misc]
         with ema(self.model) if averages else nullcontext():
             return super().evaluation_loop(*args, **kwargs)
 
-    # --- going on ----------------------------------------------------------------------------------------
-
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         if resume_from_checkpoint is True:
             resume_from_checkpoint = _last_checkpoint(Path(self.args.output_dir))
@@ -348,8 +344,6 @@ class StreamingTrainer(transformers.Trainer):  # type: ignore[misc]
     def _load_best_model(self) -> None:
         best = Path(self.state.best_model_checkpoint, STATE_FOLDER)
         load_checkpoint(self.model, self._own, best, trained_only=True)
-
-    # --- saving ------------------------------------------------------------------------------------------
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         whole = Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}", _STATE)

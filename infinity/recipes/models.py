@@ -12,7 +12,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -53,9 +53,6 @@ class GPTConfig(Config):
         if self.d_model % (2 * self.n_heads):
             wanted = f"a number for which d_model={self.d_model} gives heads of equal, even width"
             raise SettingError("n_heads", self.n_heads, wanted)
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     @property
     def ff_width(self) -> int:

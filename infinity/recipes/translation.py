@@ -18,9 +18,8 @@ _MOST_NBYTES = 2**20
 _UNKNOWN = Why(
     "not translated (buffers, sharding, recomputed activations, workers, logs and resuming need no key here)"
 )
-#: Values by the recipe's keys; and whether adapters are trained.
+#: Values by the recipe's keys; _lora: whether adapters are trained.
 Values: TypeAlias = dict[str, Any]
-_ADAPTERS = "_lora"
 #: Conversions of values, by the recipe's key.
 _CONVERTED: Mapping[str, Callable[[Any], Any]] = {
     "checkpoint.every": lambda steps: f"{steps} steps" if steps else None,
@@ -193,7 +192,7 @@ def _combine(values: Values) -> Iterator[tuple[str, str]]:
         values.pop("optim.warmup_ratio", None)
     if isinstance(betas := values.get("optim.betas"), dict):
         values["optim.betas"] = [*betas.values()]
-    trained, has_settings = values.pop(_ADAPTERS, "lora.rank" in values), bool(values.get("lora.adapter"))
+    trained, has_settings = values.pop("_lora", "lora.rank" in values), bool(values.get("lora.adapter"))
     kept = {"lora.adapter", "lora.lr_ratio"} if has_settings else {*keys_of(Recipe)}
     for key in [key for key in values if key.startswith("lora.") and not (trained and key in kept)]:
         del values[key]
