@@ -69,4 +69,6 @@ def _test_of(name: str) -> str:
 
 
 if __name__ == "__main__":
+    if not sys.argv[1:]:
+        sys.exit("wanted: reports of the whole suite, as --junitxml writes them")
     LISTED.write_text("".join(f"{name}\n" for name in long(map(Path, sys.argv[1:]))), encoding="utf-8")
