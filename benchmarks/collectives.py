@@ -58,7 +58,7 @@ def worker(units: int, steps: int) -> None:
     def our_step() -> None:
         pending = [ours.gather(unit, f"layers.{unit}", lambda: full) for unit in (*range(units),) * 2]
         pending += [
-            ours.reduce(unit, f"layers.{unit}", lambda: (full, spare, out), b"\1", lambda used: None)
+            ours.reduce(unit, f"layers.{unit}", lambda: (full, spare, out), b"\1", lambda *_: None)
             for unit in range(units)
         ]
         for each in pending:

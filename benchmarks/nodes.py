@@ -59,7 +59,7 @@ def worker(way: str, steps: int) -> None:
                 kept = Kept(leases[unit], again) if way == WAYS[2] else None
                 pending.append(ours.gather(unit, f"layers.{unit}", lambda: full, kept=kept))
         pending += [
-            ours.reduce(unit, f"layers.{unit}", lambda: (full, spare, out), b"\1", lambda used: None)
+            ours.reduce(unit, f"layers.{unit}", lambda: (full, spare, out), b"\1", lambda *_: None)
             for unit in range(UNITS)
         ]
         for each in pending:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from infinity.comm.collectives import Collectives
+from infinity.comm.shared import NodeMemory
 from infinity.core.config import SettingError
 from infinity.core.errors import BudgetError, InfinityError, LaunchError, PeerError, RecipeError, first_line
 from infinity.core.process import find_meeting_point, launched
@@ -37,15 +38,16 @@ class Ranks:
     world_size: int
     device: torch.device
     collectives: Collectives | None = None  # None: one process, or the ranks have not met
+    memory: NodeMemory | None = None  # None: each has host memory of its own
 
     @property
     def on_accelerator(self) -> bool:
         return self.device.type != "cpu"
 
     @property
-    def alone_on_cpu(self) -> bool:
-        """Whether this is the only rank, on the CPU: a unit in host memory is its own flat buffer."""
-        return self.world_size == 1 and not self.on_accelerator
+    def host_is_whole(self) -> bool:
+        """Whether a unit in host memory is its own flat buffer: of one rank, or of ranks that share it."""
+        return not self.on_accelerator and (self.world_size == 1 or self.memory is not None)
 
     @property
     def nodes(self) -> int:
@@ -56,6 +58,11 @@ class Ranks:
         if self.collectives is None:
             return value
         return int(self.collectives.exchange("least", [value], where).amin())
+
+    def wait_for_writes(self, where: str) -> None:
+        """Where ranks share memory, return when all have come here: see :mod:`infinity.comm.shared`."""
+        if self.memory is not None:
+            self.least(1, where)
 
     def sum(self, value: float, where: str) -> float:
         """Return the sum of ``value`` over all ranks, in float64; all must call."""
@@ -221,9 +228,12 @@ def _store_of_this_start(rank: int, world_size: int, timeout: timedelta) -> Stor
 
 def open_ranks(
     device: torch.device, timeout_s: float, on_failure: Callable[[BaseException], None],
-    ranks_per_node: int | None = None,
+    ranks_per_node: int | None = None, *, shares: bool = False,
 ) -> Ranks:  # fmt: skip
-    """Return this process's :class:`Ranks`, with :class:`Collectives` where there are several."""
+    """Return this process's :class:`Ranks`, with :class:`Collectives` where there are several.
+
+    Those of one node compute on CPUs with weights in one memory, if it ``shares`` that and all can open it.
+    """
     if not dist.is_initialized() or (world_size := dist.get_world_size()) == 1:
         return Ranks(0, 1, device)
     if ranks_per_node and world_size % ranks_per_node:
@@ -231,7 +241,9 @@ def open_ranks(
         raise SettingError("partition.ranks_per_node", ranks_per_node, wanted)
     with peer_errors("meeting the other ranks"):
         collectives = Collectives(device, timeout_s, on_failure, ranks_per_node)
-    return Ranks(collectives.rank, collectives.world_size, device, collectives)
+    shares = shares and device.type == "cpu" and collectives.nodes.count == 1
+    memory = NodeMemory.open(collectives) if shares else None
+    return Ranks(collectives.rank, collectives.world_size, device, collectives, memory)
 
 
 def agree(value: T, world_size: int, what: str = "agreeing on the run's id") -> T:

@@ -242,6 +242,11 @@ class MemoryConfig(Config):
         "as it has room, and are updated there; others run on the accelerator and back (auto: from host "
         "memory on both, from NVMe where that is faster); host: all on the CPU",
     )
+    shared: Literal["auto", "never"] = option(
+        "auto",
+        "auto: ranks of one machine without accelerators have weights in host memory once, for all of them; "
+        "never: each has its part, and gathers the others",
+    )
     numa: Literal["auto", "never"] = option(
         "auto",
         "auto: where memory has several nodes a rank runs on the cores next to its accelerator",

@@ -185,6 +185,12 @@ class Lease:
         return buffer.tensor[: self.nbytes]
 
     @property
+    def whole(self) -> Tensor:
+        """Those of all ranks, where they share the memory that holds them, else the same."""
+        found: Tensor | None = getattr(self.buffer, "whole", None)
+        return self.tensor if found is None else found
+
+    @property
     def memory(self) -> memoryview:
         """The same bytes for an engine; raises :class:`StateError` if the buffer is not in host memory."""
         buffer = self.buffer
@@ -268,15 +274,15 @@ class Pool:
                 found[who] += buffer.nbytes
         return found
 
-    def lease(self, nbytes: int, *, who: str) -> Lease:
-        """Hold a buffer of ``nbytes``; block until it fits.
+    def lease(self, nbytes: int, *, who: str, made: Callable[[int], "HostBuffer"] | None = None) -> Lease:
+        """Hold a buffer of ``nbytes``, or the one that is ``made`` of so many; block until it fits.
 
         Raises a BudgetError if it can never fit or nothing was given back for ``patience_s``, a StateError if
         the pool is closed, and, instead of waiting, the error that :meth:`fail` was given.
         """
-        return self.try_lease(nbytes, who=who) or self._await_lease(nbytes, who)
+        return self.try_lease(nbytes, who=who, made=made) or self._await_lease(nbytes, who, made)
 
-    def _await_lease(self, nbytes: int, who: str) -> Lease:
+    def _await_lease(self, nbytes: int, who: str, made: Callable[[int], "HostBuffer"] | None) -> Lease:
         size = rounded(max(1, nbytes))
         if size > self.capacity_nbytes:
             raise BudgetError(
@@ -286,7 +292,7 @@ class Pool:
                 self.key,
             )
         left_s, given_back = self.patience_s, self._given_back
-        while (lease := self.try_lease(nbytes, who=who)) is None:
+        while (lease := self.try_lease(nbytes, who=who, made=made)) is None:
             with self.changed:
                 if self._failure is not None:
                     raise copied(self._failure)
@@ -312,7 +318,9 @@ class Pool:
                 event.synchronize()  # it comes by itself
         return lease
 
-    def try_lease(self, nbytes: int, *, who: str) -> Lease | None:
+    def try_lease(
+        self, nbytes: int, *, who: str, made: Callable[[int], "HostBuffer"] | None = None
+    ) -> Lease | None:
         """Hold a buffer of ``nbytes`` without blocking; None if it does not fit now."""
         size = rounded(max(1, nbytes))
         with self.changed:
@@ -323,7 +331,7 @@ class Pool:
             # The newest of its size: its pages are the likeliest to be in the caches. Of an accelerator's the
             # oldest: the streams that used it are the likeliest to be done.
             kept = iter(self._kept) if self._lends_at_once else reversed(self._kept)
-            buffer = next((each for each in kept if each.nbytes == size), None)
+            buffer = next((each for each in kept if each.nbytes == size and made is None), None)
             self._leased_nbytes += size
             self.peak_nbytes = max(self.peak_nbytes, self._leased_nbytes)
             if buffer is not None:
@@ -334,7 +342,7 @@ class Pool:
             try:
                 for each in unmapped:
                     each.close()
-                buffer = self.make(size)
+                buffer = self.make(size) if made is None else made(nbytes)
             except BaseException:
                 with self.changed:
                     self._count_back(size)

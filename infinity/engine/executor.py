@@ -7,6 +7,7 @@ import contextlib
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -214,11 +215,11 @@ class StepExecutor(ActivationBudget):
             self._begin_forward,
         )  # fmt: skip
         accumulation.arrived = weakly(self.hooks.take_gradient)
-        for unit in set(self.units).difference(streaming):  # its parameters view its shard, which is whole
+        for unit in set(self.units).difference(streaming):  # its parameters view its home, which is whole
             if unit.state is not UnitState.GATHERED:
                 unit.lifecycle.move(UnitState.GATHERED)
                 assert isinstance(unit.home, HostHome)
-                unit.attach(unit.home.weight)
+                unit.attach(unit.home.leases[0].whole.view(unit.dtype))
             assert unit.flat is not None
             self.mover.attached[unit.flat.untyped_storage().data_ptr()] = unit
 
@@ -421,6 +422,7 @@ class StepExecutor(ActivationBudget):
             if updates.stored_gradients.chosen:
                 self.timeline.stall("write", updates.land_held)
             updates.commit(scales)
+            self.timeline.stall("collective", partial(self.ranks.wait_for_writes, "updates of weights"))
             # copies fetched after the unit's gradients were complete
             self.prefetcher.forget(updated - staying)
         self._count_step()

@@ -102,9 +102,14 @@ class FullValues:
         if streams := prefetcher.streams(unit.index):
             with prefetcher.visiting():
                 prefetcher.use(unit.index, ())
+        home: Tensor | None = None  # the memory of all ranks, where each writes to a copy of its own
         try:
             assert unit.flat is not None
             unit.check_data(unit.segments)
+            shared = not streams and self.ranks.memory is not None
+            if modify and shared and executor.hooks.unit_of(unit.flat) is unit:  # else an outer block's copy
+                home = unit.flat
+                unit.attach(home.clone())
             before = unit.shard_of(unit.flat).clone() if modify else None
             with torch.no_grad():
                 yield
@@ -118,8 +123,10 @@ class FullValues:
             if undone and before is not None:
                 assert unit.flat is not None
                 unit.allow_writes()
-                if not streams:
+                if not streams and home is None:
                     unit.shard_of(unit.flat).copy_(before)
+            if home is not None and unit.flat is not None:
+                unit.attach(home)
             if streams and unit.lease is not None:  # else the model was closed meanwhile
                 if undone:  # it is fetched again
                     executor.hooks.release_unscoped_units()
@@ -138,6 +145,7 @@ class FullValues:
         self.tiers.set_weights(unit, unit.shard_of(flat).cpu(), before.cpu())
         unit.renew()
         unit.allow_writes()
+        self.ranks.wait_for_writes(unit.name)
 
     @property
     def within_step(self) -> bool:
@@ -256,6 +264,7 @@ class FullValues:
                 self._change(trained)
             yield
             self.ranks.least(1, "averages of weights")  # nor the averages
+        self.ranks.wait_for_writes("averages of weights")
 
     def _change(self, units: Iterable[Unit]) -> None:
         """Take note that weights of units are written, or will be: copies of them are stale."""
@@ -286,6 +295,7 @@ class FullValues:
         """Replace step counts, moments and, where given, exact weights; the model's weights follow."""
         self._executor().updates.drain()
         self._executor().prefetcher.forget()
+        self.ranks.wait_for_writes("the optimizer's state")  # nor does a rank read any more
         for unit in self.units:
             given = [s for s in unit.segments if id(s.whole) in fields]
             if not given:
@@ -304,3 +314,4 @@ class FullValues:
                         shard[start - low : stop - low].copy_(values[start + shift : stop + shift])
             self.tiers.set_shard_fields(unit, shards)
             unit.renew()
+        self.ranks.wait_for_writes("the optimizer's state")

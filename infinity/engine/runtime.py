@@ -97,7 +97,9 @@ class Runtime:
     def _build(self, device: torch.device, resume: Resume | None) -> None:
         memory, partition, rule = self.config.memory, self.config.partition, find_rule(self.config.rule)
         give_up: Any = weakly(self._give_up)
-        self.ranks = ranks = open_ranks(device, partition.timeout_s, give_up, partition.ranks_per_node)
+        self.ranks = ranks = open_ranks(
+            device, partition.timeout_s, give_up, partition.ranks_per_node, shares=memory.shared == "auto"
+        )
         if ranks.collectives is not None:
             self.stack.callback(ranks.collectives.close)
         bound_kernels()  # before the first product
@@ -109,6 +111,8 @@ class Runtime:
         self._prepare(rule)
         if line:
             self.note(line)
+        if memory.shared == "auto" and ranks.nodes == 1 and not (ranks.on_accelerator or ranks.host_is_whole):
+            self.note(_NOT_SHARED)
         if ranks.rank == 0 and (line := leftovers_line(memory.nvme, self.run_id)):
             self.say(line)
         if ranks.on_accelerator and memory.numa == "auto" and (line := bind(device, memory.nvme)):
@@ -120,6 +124,8 @@ class Runtime:
         self.storage.open_files(self.run_id, ranks, resume, self.timeline, self.config.durability, self.note)
         self.tiers = Tiers(self.storage, ranks, reduction)
         self.tiers.pending = self.storage.saved is not None
+        if ranks.memory is not None:
+            self.stack.callback(ranks.memory.close)  # before the pool that lends it
         self.stack.callback(self.tiers.unpin)
         self.stack.callback(_close_all_of, self.saves)
         self.activations = self._make_activations()
@@ -488,6 +494,10 @@ _LANDING_S = 10.0
 _CLOSED = (
     "{} was closed (infinity.close or optimizer.close): its weights, files and threads are gone. Save or "
     "export a model before it is closed; to go on, build it again under infinity.Init"
+)
+_NOT_SHARED = (
+    "ranks of this machine cannot open memory of rank 0 (by memfd_create and /proc/PID/fd: are they in other "
+    "containers?), so each has a part of the weights and gathers the others, as with memory.shared=never"
 )
 _INTERRUPTED = (
     "a second Ctrl-C interrupted this package's own bookkeeping, so that what it knows of {} may be wrong. "

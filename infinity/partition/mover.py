@@ -299,7 +299,7 @@ class UnitMover:
     def _bring_stored(self, unit: Unit, form: StoredForm, *, stays: bool) -> _Stored:
         """Begin to bring the stored form, unless it is here: see [Note: decoded after the gather]."""
         held = unit.home.lease
-        if held is not None and self.staging is None and self.collectives is None:
+        if held is not None and self.staging is None and len(held.whole) >= form.nbytes:
             unit.lifecycle.move(S.UPLOADING)
             return _Stored(held, lambda: None, stays=True, resident=True)
         lease = self.pool.lease(form.nbytes, who=f"stored form of {unit.name}")
@@ -311,7 +311,7 @@ class UnitMover:
             if self.collectives is None and not stored.stays:  # a peer may write on after a failure
                 held.callback(stored.lease.release)
             stored.ready()
-            form.decode(stored.lease.tensor, full.tensor.view(unit.dtype))
+            form.decode(stored.lease.whole[: form.nbytes], full.tensor.view(unit.dtype))
             full.record_use()
             if stored.stays:
                 stored.lease.record_use()

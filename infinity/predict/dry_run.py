@@ -22,6 +22,7 @@ from infinity.activations.logits import Mode, find_head, least_nbytes
 from infinity.activations.store import directly_moved_nbytes
 from infinity.activations.tensor_cache import LEAST_NBYTES
 from infinity.comm.ranks import Ranks
+from infinity.comm.shared import NodeMemory
 from infinity.core.budget import STAGED_CHUNKS, DeviceBudget, left_for_states, piece_nbytes
 from infinity.core.config import SettingError
 from infinity.core.errors import BudgetError
@@ -82,7 +83,11 @@ class Layout:
             self.policy = "recompute"
         #: Times that a step goes through the trace; a layer schedule takes all micro-batches at once.
         self.micro_batches = 1 if self.layered else recipe.micro_batches
-        rank = Ranks(0, ranks, torch.device("cuda" if machine.on_accelerator else "cpu"))
+        shares = ranks > 1 and machine.nodes.count == 1 and memory.shared == "auto"
+        rank = Ranks(
+            0, ranks, torch.device("cuda" if machine.on_accelerator else "cpu"),
+            memory=NodeMemory(0, ranks) if shares and not machine.on_accelerator else None,
+        )  # fmt: skip
         self.storage = Storage(memory, self.host_nbytes, dtype, rank.device, recipe.optim.rule)
         self.storage.stack.close()  # its arithmetic alone is wanted
         reduced = reduction_dtype(EngineConfig(partition=recipe.partition), dtype)
@@ -152,7 +157,7 @@ class Layout:
             )
         built = max(0, self.storage.resident_nbytes - aside)
         settled = max(0, self.storage.settled_nbytes(trained, planned=planned) - aside)
-        placed = choose_homes(shapes, built, settled, drives=drives, alone_on_cpu=rank.alone_on_cpu)
+        placed = choose_homes(shapes, built, settled, drives=drives, whole=rank.host_is_whole)
         for unit, shape in zip(model.units, placed, strict=True):
             unit.home = Home(Tier.NVME if shape.on_nvme else Tier.HOST)
             unit.home.bare = model.values.mapped.get(unit.index, False) and not unit.trainable

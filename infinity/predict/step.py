@@ -86,12 +86,13 @@ class UnitShape:
 
 
 def choose_homes(
-    units: Sequence[UnitShape], resident_nbytes: int, settled_nbytes: int, *, drives: bool, alone_on_cpu: bool
+    units: Sequence[UnitShape], resident_nbytes: int, settled_nbytes: int, *, drives: bool, whole: bool
 ) -> tuple[UnitShape, ...]:
     """Return the units with their homes, as :class:`infinity.shards.tiers.Tiers` gives them.
 
     While a model is built room for the moments of each unit is set aside; when the optimizer is made, what
-    frozen units do not need goes to others, trained ones first, within ``settled_nbytes``.
+    frozen units do not need goes to others, trained ones first, within ``settled_nbytes``. ``whole``: what is
+    there needs no other memory, see :attr:`infinity.comm.ranks.Ranks.host_is_whole`.
 
     Raises:
         BudgetError: They do not fit host memory, and there are no drives.
@@ -121,7 +122,7 @@ def choose_homes(
     resident.update(frozen[place] for place in spread(sizes, settled_nbytes - used))
     found = list(units)
     for index in resident:
-        streams = not alone_on_cpu or units[index].stored_nbytes > 0
+        streams = not whole or units[index].stored_nbytes > 0
         found[index] = replace(units[index], on_nvme=False, streams=streams)
     return tuple(found)
 

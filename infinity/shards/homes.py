@@ -36,6 +36,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from infinity.comm.shared import NodeMemory
 from infinity.core.errors import BudgetError, DiskError, StateError
 from infinity.core.lifecycle import Tier
 from infinity.core.nbytes import Transfer, chained, rounded
@@ -167,15 +168,17 @@ class DeviceShard:
 
 
 class HostHome(Home):
-    """Shard in host memory: weights, ``(shard_numel,)``, and the fields of its state."""
+    """Shard in host memory: weights, ``(shard_numel,)``, and the fields of its state.
 
-    def __init__(self, storage: Storage, unit: Unit) -> None:
+    With the ``memory`` of a node weights are beside those of other ranks: ``lease.whole`` are all of a unit.
+    """
+
+    def __init__(self, storage: Storage, unit: Unit, memory: NodeMemory | None = None) -> None:
         super().__init__(Tier.HOST)
         self._storage, self._unit = storage, unit
         self.places = chunk_places(unit.shard_numel, storage.chunk_numel)
-        self.leases = [
-            self._storage.host_pool.lease(self.layout.weight_nbytes(unit.shard_numel), who=unit.name)
-        ]
+        nbytes, made = self.layout.weight_nbytes(unit.shard_numel), None if memory is None else memory.slice
+        self.leases = [self._storage.host_pool.lease(nbytes, who=unit.name, made=made)]
         self.state: tuple[Tensor, ...] = ()  # without the moments while the unit was never trained
         self.bare = True
         self.copy: DiskHome | None = None  # where it is written on NVMe for a commit

@@ -1,7 +1,8 @@
 """Placement of shards: which home a unit gets within the budgets, and its exact values there.
 
 A unit that fits the host budget stays there, a quantized one of a frozen base in its stored form; the others
-live on NVMe. With one rank and no accelerator, the home of a unit in host memory *is* its flat buffer.
+live on NVMe. With one rank and no accelerator, or several that share host memory, the home of a unit in host
+memory *is* its flat buffer.
 
 [Note: frozen units] While a model is built, it is not known which units will be trained. So a unit first
 gets its weights, with what makes them exact if its values need that; the bytes of the rest of its state are
@@ -68,7 +69,7 @@ class Tiers:
 
     def streams(self, unit: Unit) -> bool:
         """Return whether a unit's full values come and go; else its home is its flat buffer."""
-        return unit.home.tier is Tier.NVME or unit.stored is not None or not self.ranks.alone_on_cpu
+        return unit.home.tier is Tier.NVME or unit.stored is not None or not self.ranks.host_is_whole
 
     def resident_nbytes_of(self, unit: Unit, *, moments: bool) -> int:
         """Return the bytes of the host budget that a unit in host memory takes."""
@@ -136,7 +137,7 @@ class Tiers:
             unit.move_to(home)
             self._hold(unit, home, self.trained_nbytes(unit))
         elif self._take(unit, nbytes):
-            unit.move_to(HostHome(self.storage, unit))
+            unit.move_to(HostHome(self.storage, unit, self.ranks.memory))
         elif self.storage.store is not None:
             if not self._is_restoring(unit):
                 home = None if self.base is None else self.base.home_of(unit)
@@ -162,6 +163,7 @@ class Tiers:
         """
         units = list(units)
         if movable:
+            self.ranks.wait_for_writes("the homes of units")  # nor does a rank read any more
             trained_units = [unit for unit in units if unit.trainable]
             trained = [(self.gradient_nbytes(unit), unit.shard_nbytes) for unit in trained_units]
             settled_nbytes = self.storage.settled_nbytes(trained, planned=planned)
@@ -198,7 +200,8 @@ class Tiers:
         assert unit.stored is not None
         if not self._take(unit, rounded(unit.stored.shard_nbytes) + aside_nbytes):
             return
-        lease = self.storage.host_pool.lease(unit.stored.shard_nbytes, who=unit.name)
+        made = None if self.ranks.memory is None else self.ranks.memory.slice
+        lease = self.storage.host_pool.lease(unit.stored.shard_nbytes, who=unit.name, made=made)
         try:
             home.fetch(lease.memory).wait()
         except BaseException:
@@ -254,7 +257,7 @@ class Tiers:
             return
         nbytes = self._trainable_nbytes(unit) if trained else self.resident_nbytes_of(unit, moments=False)
         if self._take(unit, nbytes):
-            host = HostHome(self.storage, unit)
+            host = HostHome(self.storage, unit, self.ranks.memory)
             host.reloadable = home.reloadable
             if not home.bare:
                 host.add()

@@ -242,12 +242,14 @@ def gathered_nbytes():
 def ranks_of(checkpoint: str, nvme: str) -> Any:
     rank = int(os.environ["RANK"])
     more = ["memory.device=4MiB", "memory.host=2MiB"]
-    with loaded(Path(checkpoint), nvme, *more, "memory.host=64MiB", "memory.resident=true") as model:
+    resident = "memory.host=64MiB", "memory.resident=true"
+    with loaded(Path(checkpoint), nvme, *more, *resident) as model, gathered_nbytes() as seen:
         runtime = runtime_of(model)
         assert held(model) == [unit for unit in runtime.units if unit.stored] != []
         for unit in mapped(model):  # a half of what they would take as weights
             assert unit.home.stored_form.nbytes == unit.stored.shard_nbytes < unit.shard_nbytes
         losses = train(model, rank=rank, world=2)
+        assert seen == []  # the stored form of both ranks is in memory that they share
     with loaded(Path(checkpoint), nvme, *more) as model, gathered_nbytes() as seen:
         units = list(runtime_of(model).units)
         read = sum(unit.home.fetched_nbytes(None) for unit in units)

@@ -1,0 +1,178 @@
+"""Time of a step and memory of all ranks of one machine: weights once, against once for each rank.
+
+Real ranks on CPUs, in fp32: weights in memory that ranks share (``memory.shared=auto``), weights that each
+rank gathers (``never``), FSDP2 and DDP. All train the same blocks by AdamW, or adapters on frozen ones. Ways
+take turns; a step is the slowest rank's, and cores are those of all ranks together. Memory is the sum of
+proportional set sizes (PSS) of all ranks, beyond that before the model was made.
+
+    python benchmarks/node_memory.py [--quick] [--json FILE] [--ranks 2,4] [--rounds 3] [--steps 5]
+"""
+
+import json
+import os
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import torch.distributed as dist
+from options import Options, say
+from processes import run
+from report import Claim, print_claims, print_table
+from torch import nn
+
+import infinity
+
+WAYS = ("shared", "gathered", "FSDP2", "DDP")
+RANK, TARGETS = 16, ["up", "down"]
+
+
+@dataclass
+class Job:
+    way: str
+    width: int
+    blocks: int
+    tokens: int
+    steps: int
+    adapters: bool
+
+
+class Block(nn.Module):
+    """A residual block of two matrices."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def build(job: Job) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(job.width) for _ in range(job.blocks)))
+
+
+def made(job: Job) -> tuple[nn.Module, Any]:
+    """Return the model and its optimizer."""
+    if job.way in ("shared", "gathered"):
+        shared = "auto" if job.way == "shared" else "never"
+        with infinity.Init(
+            infinity.load_recipe(
+                overrides=["train.dtype=fp32", "memory.host=4GiB", f"memory.shared={shared}"]
+            )
+        ):
+            model = build(job)
+        if job.adapters:
+            model = infinity.add_lora(model, rank=RANK, alpha=RANK, target_modules=TARGETS)
+        return model, infinity.AdamW(model, lr=1e-4)
+    model = build(job)
+    blocks = [*model]
+    if job.adapters:
+        config = peft.LoraConfig(r=RANK, lora_alpha=RANK, target_modules=TARGETS)
+        model = peft.get_peft_model(model, config)
+    if job.way == "FSDP2":
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+        for block in blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    else:
+        model = nn.parallel.DistributedDataParallel(model)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    return model, torch.optim.AdamW(trained, lr=1e-4)
+
+
+def pss_nbytes() -> int:
+    lines = Path("/proc/self/smaps_rollup").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+
+
+def work(job: Job) -> dict[str, Any]:
+    """Train on this rank; return the seconds of each step, and the bytes that the model takes."""
+    dist.init_process_group("gloo")
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    before = pss_nbytes()
+    model, optimizer = made(job)
+    x = torch.randn(job.tokens, job.width, generator=torch.Generator().manual_seed(dist.get_rank()))
+    times, cores, losses = [], [], []
+    for _ in range(job.steps + 2):  # the first ones record, and make memory ready
+        dist.barrier()
+        began_s, core_s = time.perf_counter(), time.process_time()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        times.append(time.perf_counter() - began_s)
+        cores.append(time.process_time() - core_s)
+        losses.append(loss.item())
+    dist.barrier()
+    nbytes = pss_nbytes() - before
+    dist.barrier()
+    if isinstance(optimizer, infinity.AdamW):
+        optimizer.close()
+    dist.destroy_process_group()
+    return {"step_s": times[2:], "core_s": cores[2:], "nbytes": nbytes, "losses": losses}
+
+
+def measure(given: Any, ranks: int, adapters: bool) -> dict[str, list[tuple[float, ...]]]:
+    """Return seconds of a step, of all cores, and bytes of all ranks, by way: a row for each round."""
+    found: dict[str, list[tuple[float, ...]]] = {way: [] for way in WAYS}
+    losses = {}
+    for _ in range(given.rounds):
+        for way in WAYS:
+            job = Job(way, given.width, given.blocks, given.tokens, given.steps, adapters)
+            [phase] = run(job, ranks, Path(__file__))
+            step_s = statistics.median(map(max, zip(*(rank["step_s"] for rank in phase))))
+            core_s = statistics.median(map(sum, zip(*(rank["core_s"] for rank in phase))))
+            found[way].append((step_s, core_s, sum(rank["nbytes"] for rank in phase) / 2**20))
+            losses[way] = [rank["losses"] for rank in phase]
+    if losses["shared"] != losses["gathered"]:
+        raise RuntimeError("losses differ between weights that are shared and weights that are gathered")
+    return found
+
+
+def report(given: Any) -> list[Claim]:
+    rows, claims = list[list[str]](), list[Claim]()
+    for ranks in map(int, given.ranks.split(",")):
+        for adapters in (False, True):
+            what = f"{ranks} ranks, {'adapters' if adapters else 'all'}"
+            say(f"{what} of {given.blocks} blocks of width {given.width} on {os.cpu_count()} cores")
+            found = measure(given, ranks, adapters)
+            for way, figures in found.items():
+                own = [statistics.median(each) for each in zip(*figures)]
+                pairs = [zip(*pair) for pair in zip(found["shared"], figures, strict=True)]
+                ratios = [statistics.median(a / b for a, b in each) for each in zip(*pairs)]
+                shown = [f"{own[0]:.3f}", f"{own[1]:.3f}", f"{own[2]:.0f}"]
+                rows.append([what, way, *shown, *(f"{ratio:.2f}x" for ratio in ratios)])
+                for of, ratio in zip(("step", "cores", "memory"), ratios) if way != "shared" else ():
+                    claims.append(Claim.at_most(f"{what}: {of}, shared to {way}", ratio, 1.0))
+    columns = ["trained", "way", "step (s)", "cores (s)", "memory (MiB)", "shared: step", "cores", "memory"]
+    print_table(columns, rows)
+    return claims
+
+
+def main(argv: list[str] | None = None) -> None:
+    options = Options(__doc__, "two ranks, small blocks, one round", rounds=3, dtype=False)
+    options.add_argument("--ranks", default="2,4", help="numbers of ranks")
+    options.add_argument("--width", type=int, default=1024)
+    options.add_argument("--blocks", type=int, default=8)
+    options.add_argument("--tokens", type=int, default=256, help="of each rank in a step")
+    options.add_argument("--steps", type=int, default=5)
+    given = options.parse(argv, ranks="2", width=128, blocks=3, tokens=16, steps=1, rounds=1)
+    print_claims(report(given), given.json and Path(given.json))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] and sys.argv[1].startswith("{"):
+        Path(f"{sys.argv[2]}.{os.environ['RANK']}").write_text(
+            json.dumps([work(Job(**json.loads(sys.argv[1])))]), encoding="utf-8"
+        )
+    else:
+        main()

@@ -1,0 +1,199 @@
+"""Ranks of one machine hold weights in host memory once, with the numbers of ranks that gather them."""
+
+import contextlib
+import hashlib
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import infinity
+from infinity.comm import shared
+from infinity.comm.nodes import Nodes
+from infinity.engine.runtime import runtime_of
+from tests.helpers import models
+from tests.helpers.launch import mark, run_ranks, several, start_ranks
+from tests.helpers.reference import Rule
+from tests.helpers.training import build, optimizer_for
+
+OVERRIDES = ["memory.host=64MiB", "memory.activations=keep"]
+
+
+def place() -> tuple[int, int]:
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+@contextlib.contextmanager
+def opened(*more: str, name: str = "llama", dtype: str = "bf16"):
+    """A model, what gives its batches, and its runtime."""
+    factory, batch = models.build(name, seed=3)
+    model = build(factory, dtype, [*OVERRIDES, *more])
+    try:
+        yield model, batch, runtime_of(model)
+    finally:
+        infinity.close(model)
+
+
+def digest(values: dict[str, torch.Tensor]) -> str:
+    sha = hashlib.sha256()
+    for key in sorted(values):
+        sha.update(key.encode() + values[key].contiguous().view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()
+
+
+def taken_nbytes(memory: Any) -> int:
+    """What the file of the node's memory takes, for all ranks together."""
+    return os.fstat(memory._file).st_blocks * 512
+
+
+def trains(how: str, frozen: bool) -> Any:
+    """Two micro-batches a step, and between steps what one rank does alone, and what all do."""
+    (rank, world), losses, gathers = place(), list[float](), list[int]()
+    with (
+        opened(f"memory.shared={how}", dtype="fp32") as (model, batch, runtime),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        gather = Nodes.gather
+        patch.setattr(Nodes, "gather", lambda self, *args: (gathers.append(1), gather(self, *args))[1])
+        for name, param in model.named_parameters():
+            param.requires_grad_(not frozen or "norm" in name)
+        optimizer = optimizer_for(model, Rule())
+        for step in range(3):
+            for micro in range(2):
+                with contextlib.nullcontext() if micro else infinity.no_sync(model):
+                    loss = model(**batch(2 * step + micro, rank, world)).loss
+                    loss.backward()
+                losses.append(loss.item())
+            optimizer.step()
+            if rank == world - 1:  # the others go on meanwhile
+                with torch.no_grad():
+                    losses.append(model(**batch(step, rank, world)).loss.item())
+            assert bool(gathers) == (how == "never")
+            if step == 1:
+                with infinity.gathered(list(model.parameters())[:1]):
+                    losses.append(float(next(model.parameters()).sum()))
+                state = optimizer.state_dict()
+                told = [state]
+                dist.broadcast_object_list(told, src=0)
+                optimizer.load_state_dict(told[0])
+                gathers.clear()  # of exact values
+        weights = infinity.state_dict(model, every_rank=True)
+        assert (runtime.ranks.memory is not None) == (how == "auto")
+        if runtime.ranks.memory is not None:
+            nbytes = sum(unit.nbytes for unit in runtime.units)
+            assert nbytes <= taken_nbytes(runtime.ranks.memory) <= nbytes + 2**21
+    return losses, digest(weights)
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_shared_weights_are_there_once_and_train_to_the_bits_of_gathered_ones(world):
+    calls = [(trains, how, frozen) for frozen in (False, True) for how in ("auto", "never")]
+    for all_shared, all_gathered, shared_base, gathered_base in run_ranks(several, world, *calls):
+        assert all_shared == all_gathered
+        assert shared_base == gathered_base
+
+
+def writes() -> Any:
+    rank, _ = place()
+    with opened() as (model, batch, _):
+        param = next(model.parameters())
+        with infinity.gathered([param], modify=True):
+            param.fill_(float(rank))
+            dist.barrier()
+            assert bool((param == rank).all())  # not what the other rank wrote meanwhile
+            if rank == 0:
+                param[0] = 7.0
+        with infinity.gathered([param]):
+            first = param[0, 0].item(), param[-1, -1].item()
+        with contextlib.suppress(KeyError), infinity.gathered([param], modify=True):
+            param.fill_(9.0)
+            raise KeyError
+        state = {
+            name: torch.ones_like(value)
+            for name, value in infinity.state_dict(model, every_rank=True).items()
+        }
+        with infinity.gathered([param]):
+            second = param[0, 0].item(), param[-1, -1].item()
+        model.load_state_dict(state)
+        with torch.no_grad():
+            loss = model(**batch(0, 0, 1)).loss.item()
+        return first, second, param.data.mean().item(), loss
+
+
+def test_every_rank_reads_what_rank_0_wrote_and_none_what_was_dropped():
+    one, other = run_ranks(writes, 2)
+    assert one == other
+    assert one[:3] == ((7.0, 0.0), (7.0, 0.0), 1.0)
+
+
+def leaves() -> Any:
+    """Rank 1 closes its model, and rank 0 evaluates with all weights; then rank 0 closes, too."""
+    rank, _ = place()
+    with opened() as (model, batch, runtime), torch.no_grad():
+        before = model(**batch(0, 0, 1)).loss.item()
+        file = os.dup(runtime.ranks.memory._file)
+        dist.barrier()
+        if rank == 1:
+            infinity.close(model)
+        dist.barrier()
+        after = model(**batch(0, 0, 1)).loss.item() if rank == 0 else before
+    dist.barrier()
+    left = os.fstat(file).st_blocks  # though this rank still has it open
+    os.close(file)
+    return before == after, left
+
+
+def test_the_last_rank_to_close_gives_the_memory_back_and_none_before():
+    assert run_ranks(leaves, 2) == [(True, 0)] * 2
+
+
+def cannot_open() -> Any:
+    """Rank 1 reads another word than rank 0 wrote, as in a container with other processes."""
+    rank, _ = place()
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(shared.os, "pread", lambda *_: b"")
+        with opened() as (model, batch, runtime):
+            model(**batch(0)).loss.backward()
+            return runtime.ranks.memory is None
+
+
+def test_ranks_that_cannot_share_memory_gather():
+    assert run_ranks(cannot_open, 2) == [True, True]
+
+
+def endless(in_step: bool) -> None:
+    rank, world = place()
+    with opened("partition.timeout_s=200") as (model, batch, runtime):
+        optimizer = optimizer_for(model, Rule())
+        update, step = type(runtime.ranks).wait_for_writes, 0
+        if in_step and rank == 1:  # it has written some of its part, and then
+
+            def killed(ranks: Any, where: str) -> None:
+                if step == 2:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                update(ranks, where)
+
+            type(runtime.ranks).wait_for_writes = killed
+        for step in range(10_000):
+            model(**batch(step % 4, rank, world)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 2:
+                mark("there")
+
+
+@pytest.mark.parametrize("in_step", [True, False])
+def test_a_killed_rank_ends_the_others_which_name_it(in_step):
+    with start_ranks(endless, 2, in_step) as ranks:
+        if not in_step:
+            ranks.reached("there", 1)
+            ranks.kill(1, signal.SIGKILL)
+        other, killed = ranks.wait()
+    assert killed.exit_code == -signal.SIGKILL
+    assert other.error_type == "PeerError", other
+    assert "rank 1" in other.message
+    assert not other.hung
