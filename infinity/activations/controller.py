@@ -5,6 +5,10 @@ Under ``plan`` nothing is known before the model has run, so the first passes st
 profiled as if everything were kept. Then rank 0 makes the plan for all, since ranks that recompute different
 blocks would gather different units. The second pass under the plan is metered, to compare predictions.
 
+[Note: what codecs gain]
+In the second pass codecs are tried on parts of each saved storage, and again in the profiled one. Without a
+plan a storage is coded where that takes less time than the bytes it saves take on their way to NVMe and back.
+
 [Note: the time of a pass]
 A pass lasts from its forward to the next one, or to the end of its step; only passes that end as the profiled
 one did are compared with it. The profiled pass is slow, since its operators go through Python. So the plan
@@ -48,8 +52,8 @@ from infinity.planner.search import plan as make_plan
 from infinity.planner.simulator import play
 
 Policy = Literal["keep", "offload", "recompute", "plan"]
-#: Passes: warm, profiled, metered under a plan; see [Note: the first passes].
-_WARM, PROFILED, METERED = 2, 4, 6
+#: Passes: codecs are tried, warm, profiled, metered under a plan; see [Note: the first passes].
+MEASURED, _WARM, PROFILED, METERED = 1, 2, 4, 6
 #: Passes that are remembered.
 REMEMBERED = 1000
 
@@ -192,7 +196,7 @@ class PassTimer:
     """Times the passes of one model: how many have ``begun``, and the latest that have ``ended``."""
 
     def __init__(self, stats: ActivationStats) -> None:
-        self.begun = 0
+        self.begun = self.steps = 0  # passes; steps that have ended
         self.ended = deque[PassTime](maxlen=REMEMBERED)
         self._stats = stats
         self._mark: tuple[float, int, int, float] | None = None
@@ -205,6 +209,7 @@ class PassTimer:
         if self._mark is not None:
             time_s, stored, loaded, waited_s = (now - was for now, was in zip(self._figures(), self._mark))
             self._mark = None
+            self.steps += updates
             self.ended.append(PassTime(self.begun - 1, time_s, int(stored), int(loaded), waited_s, updates))
 
     def alike(self, first: int, *, updates: bool) -> list[PassTime]:
@@ -253,12 +258,15 @@ class Activations:
             blocks = recomputable_blocks(model)
             self.cache.exempt = storages_of([*weights, *model.buffers()])
             place = next((p for p in (Place.NVME, Place.HOST) if p in self.cache.stores), Place.KEEP)
-            policy = uniform(place, last=2 * len(blocks) - 1)
+            coding = self.cache.coding
+            policy = uniform(place, last=2 * len(blocks) - 1, codecs=coding.chosen if coding else {})
             if self.planning is not None:
                 policy = planned(self.planning.plan)
             elif self.policy == "recompute":
                 policy = uniform(Place.KEEP, recompute=True)
             self.cache.record = PassRecord(policy)
+            if coding is not None:
+                coding.begin_pass(measures=self.passes.begun in (MEASURED + 1, PROFILED + 1))
             stack.callback(setattr, self.cache, "record", None)
             stack.enter_context(tracked(blocks, self.cache))
         return stack
@@ -318,6 +326,8 @@ class Activations:
         self.cache.stats.free_dropped()
         self.passes.end(updates=updates)
         attached, weights = self._detach()
+        if self.cache.coding is not None:
+            self.cache.coding.end_pass(self._hardware)
         if isinstance(attached, Profiler):
             profile = attached.finish()
             if any(operator.phase is Phase.BACKWARD for operator in profile.operators):

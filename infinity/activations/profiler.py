@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from infinity.activations.recompute import in_backward
 from infinity.core.plan import (
     BlockCall,
+    CodedForm,
     Kind,
     Operator,
     Phase,
@@ -129,6 +130,7 @@ class SlotMark:
 
     storage: int
     packed: int
+    coded: CodedForm | None = None
     unpacked: int | None = None
     nodes: list[int] = field(default_factory=list)
 
@@ -178,7 +180,10 @@ class Recording:
             if not held:
                 needed += [end - 1 for end in (life.died, life.returned) if end and end <= self.backward_end]
             packed_at = max(0, saved.packed - 1)
-            slots.append(SlotUse(key, saved.storage, life.nbytes, packed_at, unpacked_at, max(needed), held))
+            until = max(needed)
+            slots.append(
+                SlotUse(key, saved.storage, life.nbytes, packed_at, unpacked_at, until, held, saved.coded)
+            )
         return slots
 
     def _lifetimes(self, slots: Sequence[SlotUse], last: int) -> Iterator[StorageUse]:
@@ -296,11 +301,11 @@ class Profiler(TorchDispatchMode):
         mark.inputs = tuple(i for i in found if self._recorded.storages.lives[i].kind is not Kind.WEIGHT)
         self._recorded.region = region + 1
 
-    def packed(self, key: SlotKey, tensor: Tensor) -> None:
+    def packed(self, key: SlotKey, tensor: Tensor, coded: CodedForm | None = None) -> None:
         """Mark that autograd saves ``tensor``, whose storage is slot ``key``; only the first time counts."""
         if key not in self._recorded.slots:
             index = self._recorded.storages.find(tensor, Kind.INPUT, "input")
-            self._recorded.slots[key] = SlotMark(index, len(self._recorded.calls))
+            self._recorded.slots[key] = SlotMark(index, len(self._recorded.calls), coded)
 
     def unpacked(self, key: SlotKey, tensor: Tensor) -> None:
         """Mark that backward needs slot ``key`` next, for which the storage of ``tensor`` stands now."""

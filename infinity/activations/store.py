@@ -11,6 +11,10 @@ Other stores go through pinned host memory, or past it with GPUDirect Storage. O
 loads, each on its own stream: copies overlap with each other and with compute. A copy waits for what compute
 had been given when its tensor was packed or allocated, and holds memory until it has ended. Compute may use
 loaded bytes as soon as their copies are issued, since its stream waits for them.
+
+[Note: coded]
+Without an accelerator what is staged is coded: a codec takes the place of each copy. The code of a piece is
+written behind that of the piece before it, or, in memory, kept in a tensor of its own.
 """
 
 import ctypes
@@ -47,10 +51,35 @@ class Loading(NamedTuple):
     transfer: Transfer
 
 
+class Form:
+    """Copies pieces of a storage, uint8, to other memory and back: as they are, or, derived, coded."""
+
+    @property
+    def rounds(self) -> torch.dtype | None:
+        """Return the dtype of the values that do not come back as they were; None: all bits do."""
+        return None
+
+    def put(self, piece: Tensor, out: Tensor) -> int:
+        """Begin to write a piece to ``out``, which is as large, and return its bytes there."""
+        out.copy_(piece, non_blocking=True)
+        return len(piece)
+
+    def get(self, there: Tensor, piece: Tensor) -> None:
+        """Begin to write ``piece`` from its bytes in other memory."""
+        piece.copy_(there, non_blocking=True)
+
+
+PLAIN = Form()
+
+
 class StoredActivation:
     """Owns room for one storage; when freed, with nothing in flight, ``give_back`` runs, on any thread."""
 
-    def __init__(self, give_back: Callable[[], None]) -> None:
+    rounds: torch.dtype | None = None  # as :attr:`Form.rounds`
+    kept_nbytes = 0  # what the stored form takes of the memory in which storages are
+
+    def __init__(self, moved_nbytes: int, give_back: Callable[[], None]) -> None:
+        self.moved_nbytes = moved_nbytes  # to another memory; known when it has been stored
         self._lock = threading.Lock()  # guards what follows
         self._give_back: Callable[[], None] | None = give_back
         self._in_flight: dict[object, Storage] = {}
@@ -92,16 +121,19 @@ def open_stores(
 ) -> "dict[Place, ActivationStore]":
     """Open the stores for activations on ``device``: NVMe if there is a ``volume``, and host memory.
 
-    Without an accelerator, activations are in host memory already, and there is only NVMe. Of ``pool``
-    ``piece_nbytes`` are staged at one time.
+    Without an accelerator, activations are in host memory already, where only coded ones take fewer bytes.
+    Of ``pool`` ``piece_nbytes`` are staged at one time.
     """
     stores: dict[Place, ActivationStore] = {}
     if device.type != "cpu":
         stores[Place.HOST] = StagedStore(device, pool, piece_nbytes=piece_nbytes)
         if volume is not None:
             stores[Place.NVME] = StagedStore(device, pool, volume, engine, piece_nbytes=piece_nbytes)
-    elif volume is not None and engine is not None:
+        return stores
+    stores[Place.CODED] = CodedStore(device, pool, piece_nbytes=piece_nbytes)
+    if volume is not None and engine is not None:
         stores[Place.NVME] = DirectStore(volume, engine)
+        stores[Place.CODED_NVME] = StagedStore(device, pool, volume, engine, piece_nbytes=piece_nbytes)
     return stores
 
 
@@ -125,6 +157,7 @@ def measure_hardware(
         host_nbytes=0 if on_cpu else host_nbytes,
         # Not shared among threads: those of a parallel region wait for the one whose core I/O takes.
         compute_s_per_byte=max((s.processor_s_per_byte for s in speeds), default=0.0) * on_cpu,
+        coding_delay=on_cpu / torch.get_num_threads(),
     )
 
 
@@ -136,7 +169,7 @@ class DirectStore:
     def __init__(self, volume: Volume, engine: TransferEngine) -> None:
         self.volume, self.engine = volume, engine
 
-    def reserve(self, storage: Storage, who: str) -> StoredActivation:
+    def reserve(self, storage: Storage, who: str, form: Form = PLAIN) -> StoredActivation:
         """Reserve room for ``storage``; DiskError: the file system is full."""
         return _Direct(self.volume, self.engine, storage, who)
 
@@ -158,7 +191,7 @@ class _Direct(StoredActivation):
         body = directly_moved_nbytes(self._nbytes)
         self._tail = self._head + body
         self._extent = volume.allocate(body, what=who) if body else Extent(())
-        super().__init__(partial(volume.free, self._extent))
+        super().__init__(self._nbytes, partial(volume.free, self._extent))
         self._ends: tuple[bytes, bytes] | None = None
 
     def store(self, storage: Storage) -> Transfer:
@@ -214,6 +247,8 @@ def copying(
 
 #: Begins to copy all of a tensor, on a thread that copies.
 Move = Callable[[Tensor], object]
+#: Where a piece of a storage is in its form, and its bytes there.
+Piece = tuple[Extent | Tensor, int]
 
 
 class _Staged(StoredActivation):
@@ -221,17 +256,24 @@ class _Staged(StoredActivation):
 
     def __init__(
         self, threads: Sequence[ThreadPoolExecutor], storage: Storage, give_back: Callable[[], None],
-        moves: tuple[Move, Move],
+        moves: tuple[Move, Move], form: Form = PLAIN, pieces: Sequence[Piece] = (),
     ) -> None:  # fmt: skip
-        super().__init__(give_back)
-        self._threads, self._moves = threads, moves
+        super().__init__(storage.nbytes(), give_back)
+        self._threads, self._moves, self.rounds = threads, moves, form.rounds
+        self._pieces = pieces if form is not PLAIN else ()
         self._nbytes, self._device = storage.nbytes(), storage.device
         self._packed = accelerator.record(storage.device)  # a store may be started later, by another thread
 
     def store(self, storage: Storage) -> Transfer:
         source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         _, ended = copying(self._threads[0], partial(self._moves[0], source), self._packed, self._device)
+        ended.then(self._settle)
         return self._hold(storage, ended)
+
+    def _settle(self) -> None:
+        if self._pieces:
+            self.moved_nbytes = sum(p.nbytes for p, _ in self._pieces if isinstance(p, Extent))
+            self.kept_nbytes = sum(p.nbytes for p, _ in self._pieces if isinstance(p, Tensor))
 
     def load(self) -> Loading:
         target = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
@@ -242,7 +284,7 @@ class _Staged(StoredActivation):
 
 
 class StagedStore:
-    """Stores in host memory, or on NVMe behind it; see [Note: staging].
+    """Stores in host memory, or on NVMe behind it; see [Note: staging] and [Note: coded].
 
     Without a ``volume`` bytes stay in ``pool``. With GPUDirect Storage ``engine`` takes tensors, after what
     the thread's stream waits for. A buffer takes ``piece_nbytes``; more than 16 MiB gain nothing.
@@ -261,7 +303,7 @@ class StagedStore:
             for name in ("store", "load")
         ]
 
-    def reserve(self, storage: Storage, who: str) -> StoredActivation:
+    def reserve(self, storage: Storage, who: str, form: Form = PLAIN) -> StoredActivation:
         """Reserve room for ``storage``; DiskError: the file system is full."""
         nbytes, engine = storage.nbytes(), self._engine
         moves: tuple[Move, Move]
@@ -273,62 +315,80 @@ class StagedStore:
             )
             return _Staged(self.threads, storage, lease.release, moves)
         extent = self._volume.allocate(aligned(nbytes), what=who)
-        moves = partial(self._put, extent, who), partial(self._get, extent, who)
-        if engine.name == "gds":
+        pieces: list[Piece] = []
+        moves = partial(self._put, extent, pieces, who, form), partial(self._get, pieces, who, form)
+        if form is PLAIN and engine.name == "gds":
             moves = (
                 lambda source: engine.write(extent.part(0, nbytes), source).wait(),
                 lambda target: engine.read(extent.part(0, nbytes), target).wait(),
             )
-        return _Staged(self.threads, storage, partial(self._volume.free, extent), moves)
+        return _Staged(self.threads, storage, partial(self._volume.free, extent), moves, form, pieces)
 
     def close(self) -> None:
         for thread in self.threads:
             thread.shutdown()
 
-    def _pieces(self, extent: Extent, tensor: Tensor) -> list[tuple[Tensor, Extent]]:
-        size = self._piece_nbytes
-        pieces = enumerate(torch.split(tensor, size))
-        return [(piece, extent.part(i * size, aligned(len(piece)))) for i, piece in pieces]
-
-    def _put(self, extent: Extent, who: str, source: Tensor) -> None:
+    def _put(self, extent: Extent, pieces: list[Piece], who: str, form: Form, source: Tensor) -> None:
         """Copy the next piece while the one before it is copied, and those before that are written."""
         with ExitStack() as held:  # also after an error nothing is in flight at the end
             copied: deque[tuple[Lease, Extent]] = deque()
+            at = 0
 
             def write_copied() -> None:
                 while copied:
                     lease, part = copied.popleft()
-                    write = self._engine.write(part, lease.memory)
+                    write = self._engine.write(part, lease.memory[: part.nbytes])
                     held.callback(write.wait)
                     write.then(lease.release)
 
-            for piece, part in self._pieces(extent, source):
-                lease = self._pool.try_lease(part.nbytes, who=who)
+            for piece in torch.split(source, self._piece_nbytes):
+                lease = self._pool.try_lease(aligned(len(piece)), who=who)
                 if lease is None:
                     write_copied()
-                    lease = self._pool.lease(part.nbytes, who=who)
+                    lease = self._pool.lease(aligned(len(piece)), who=who)
                 held.callback(lease.release)
-                lease.tensor[: len(piece)].copy_(piece, non_blocking=True)
+                nbytes = form.put(piece, lease.tensor[: len(piece)])
                 lease.record_use()
                 write_copied()
+                part = extent.part(at, aligned(nbytes))
+                pieces.append((part, nbytes))
                 copied.append((lease, part))
+                at += part.nbytes
             write_copied()
 
-    def _get(self, extent: Extent, who: str, target: Tensor) -> None:
+    def _get(self, pieces: Sequence[Any], who: str, form: Form, target: Tensor) -> None:
         """Read the next piece while the one before it is copied."""
-        pieces = self._pieces(extent, target)
 
-        def read(piece: tuple[Tensor, Extent], lease: Lease) -> Transfer:
-            reading: Transfer = self._engine.read(piece[1], lease.memory[: piece[1].nbytes])
+        def read(piece: tuple[Extent, int], lease: Lease) -> Transfer:
+            reading: Transfer = self._engine.read(piece[0], lease.memory[: piece[0].nbytes])
             return reading
 
         with ExitStack() as held:
-            size = pieces[0][1].nbytes
+            size = max(part.nbytes for part, _ in pieces)
             buffers = [held.enter_context(self._pool.lease(size, who=who)) for _ in pieces[:2]]
             landed = held.enter_context(closing(stream(pieces, buffers, read)))
-            for (piece, _), lease in landed:
-                piece.copy_(lease.tensor[: len(piece)], non_blocking=True)
+            for piece, ((_, nbytes), lease) in zip(torch.split(target, self._piece_nbytes), landed):
+                form.get(lease.tensor[:nbytes], piece)
                 lease.record_use()
+
+
+class CodedStore(StagedStore):
+    """Keeps codes in the memory in which storages are; see [Note: coded]."""
+
+    def reserve(self, storage: Storage, who: str, form: Form = PLAIN) -> StoredActivation:
+        codes: list[Piece] = []
+        moves = partial(self._encode, codes, who, form), partial(self._decode, codes, form)
+        return _Staged(self.threads, storage, codes.clear, moves, form, codes)
+
+    def _encode(self, codes: list[Piece], who: str, form: Form, source: Tensor) -> None:
+        for piece in torch.split(source, self._piece_nbytes):
+            with self._pool.lease(len(piece), who=who) as lease:
+                code = lease.tensor[: form.put(piece, lease.tensor)].clone()
+            codes.append((code, len(code)))
+
+    def _decode(self, codes: Sequence[Any], form: Form, target: Tensor) -> None:
+        for piece, (code, _) in zip(torch.split(target, self._piece_nbytes), codes):
+            form.get(code, piece)
 
 
 #: Stores activations on NVMe or in host memory.

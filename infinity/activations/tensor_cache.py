@@ -12,6 +12,10 @@ compare versions themselves: a tensor without bytes that shares the count of wri
 Several forward passes may be in flight (interleaved micro-batches); backward of each asks its own record what
 to load. A slot lives as long as a graph refers to it, so a step left half-way leaves nothing behind.
 
+[Note: rounded]
+A storage whose codec loses precision is read as it comes back from its store, never as it was, however soon
+backward asks for it and whatever else holds it: or numbers would depend on time.
+
 [Note: readers]
 Several operators may save one storage. It is loaded once, held until each has read it, and then dropped. A
 graph that is kept (``retain_graph``) loads it again.
@@ -32,9 +36,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from infinity.activations.codecs import Coding
 from infinity.activations.profiler import Profiler
 from infinity.activations.recompute import untraced
-from infinity.activations.store import ActivationStore, Loading, StoredActivation
+from infinity.activations.store import PLAIN, ActivationStore, Form, Loading, StoredActivation
 from infinity.core.lifecycle import Lifecycle, SlotState
 from infinity.core.nbytes import Transfer
 from infinity.core.plan import ActivationPlan, Place, SlotKey
@@ -117,27 +122,29 @@ class Slot:
         # Possibly called by the garbage collector, inside any lock: give back later.
         if hasattr(self, "_is_wanted"):
             held = self._storage is not None or self._loading is not None
-            self._stats.dropped.append((self._stored, self.nbytes if held else 0))
+            self._stats.dropped.append((self._stored, self._kept_nbytes + self.nbytes * held))
 
-    def is_of(self, storage: torch.UntypedStorage, version: int) -> bool:
+    def is_of(self, storage: torch.UntypedStorage, tensor: Tensor) -> bool:
+        """Return whether the slot has what is in a tensor's storage now; a rounded one, of no other kind."""
         last, offset_nbytes = self._last
-        return self.version == version and last() is storage and not offset_nbytes
+        same = self.version == tensor._version and last() is storage and not offset_nbytes
+        return same and self.rounds in (None, tensor.dtype)
 
     @property
     def state(self) -> SlotState:
         return self.lifecycle.state
 
-    def reserve(self, store: ActivationStore) -> None:
+    def reserve(self, store: ActivationStore, form: Form = PLAIN) -> None:
         """Reserve room in ``store``, where :meth:`start_store` stores; DiskError: the file system is full."""
         with self._lock:
             assert self._storage is not None
-            self._stored = store.reserve(self._storage, self.lifecycle.name)
+            self._stored = store.reserve(self._storage, self.lifecycle.name, form)
             self.lifecycle.move(S.STORING)
 
-    def start_store(self) -> Transfer:
+    def start_store(self) -> tuple[StoredActivation, Transfer]:
         assert self._stored is not None
         assert self._storage is not None
-        return self._stored.store(self._storage)
+        return self._stored, self._stored.store(self._storage)
 
     def cancel_store(self) -> None:
         with self._lock:
@@ -146,10 +153,23 @@ class Slot:
         if stored is not None:
             stored.free()
 
+    @property
+    def rounds(self) -> torch.dtype | None:
+        """Return of what dtype values are read only as they are loaded; see [Note: rounded]."""
+        return None if self._stored is None else self._stored.rounds
+
+    @property
+    def _kept_nbytes(self) -> int:
+        """Return what its code takes in memory."""
+        away = self._stored is not None and self.state is not S.STORING
+        return self._stored.kept_nbytes if away and self._stored is not None else 0
+
     def end_store(self) -> None:
         """End a store that succeeded: release the storage, unless backward asked for it."""
         with self._lock:
-            if self._is_wanted:
+            assert self._stored is not None
+            self._stats.add(self._stored.kept_nbytes)
+            if self._is_wanted and not self.rounds:
                 self.lifecycle.move(S.RESIDENT)
             else:
                 self._release()
@@ -161,13 +181,13 @@ class Slot:
             if self.state is not S.STORED:
                 return False
             self._stats.add(self.nbytes)
-            self._storage = self._last[0]()
+            self._storage = None if self.rounds else self._last[0]()
             if self._storage is not None:  # other code held it
                 self.lifecycle.move(S.RESIDENT)
                 return False
             assert self._stored is not None
             self._loading = self._stored.load()
-            self._stats.nbytes_loaded += self.nbytes
+            self._stats.nbytes_loaded += self._stored.moved_nbytes
             self.lifecycle.move(S.LOADING)
             return True
 
@@ -187,6 +207,8 @@ class Slot:
                     del loading, storage, transfer  # an error whose frame holds them keeps the graph alive
                     raise error.with_traceback(None) from None
                 self._storage, self._last = storage, (weakref.ref(storage), offset_nbytes)
+                assert self._stored is not None
+                self._stored.rounds = None  # what is there now has been loaded
                 self.lifecycle.move(S.RESIDENT)
             assert self._storage is not None
             return self._storage, self._last[1]
@@ -218,10 +240,10 @@ class StoreQueue:
         self._starting = False
         self._error: Exception | None = None
 
-    def put(self, slot: Slot, store: ActivationStore) -> int:
+    def put(self, slot: Slot, store: ActivationStore, form: Form = PLAIN) -> int:
         """Store ``slot`` when its turn comes; return its number, which grows. DiskError: no room."""
         self.check()
-        slot.reserve(store)
+        slot.reserve(store, form)
         with self._lock:
             self._number = number = self._number + 1
             self._waiting[weakref.ref(slot)] = number, slot.nbytes
@@ -229,9 +251,9 @@ class StoreQueue:
         return number
 
     def cancel(self, slot: Slot) -> None:
-        """Keep ``slot`` in memory if it still waits; a store in flight goes on."""
+        """Keep ``slot`` in memory if it still waits and may be; a store in flight goes on."""
         with self._lock:
-            waited = self._waiting.pop(weakref.ref(slot), None) is not None
+            waited = not slot.rounds and self._waiting.pop(weakref.ref(slot), None) is not None
         if waited:
             slot.cancel_store()
 
@@ -255,9 +277,11 @@ class StoreQueue:
             return [*self._in_flight.items(), *waiting]
 
     def wait_until(self, is_over: Callable[[], bool]) -> None:
-        """Wait until ends of stores make ``is_over()`` true, or nothing is in flight; then :meth:`check`."""
-        with self._lock:
-            self._changed.wait_for(lambda: is_over() or not (self._in_flight or self._starting))
+        """Wait until ends of stores make ``is_over()`` true, or nothing is left; then :meth:`check`."""
+        with self._lock:  # between the end of one store and the start of the next nothing is in flight
+            self._changed.wait_for(
+                lambda: is_over() or not (self._waiting or self._in_flight or self._starting)
+            )
         self.check()
 
     def wait_below(self, nbytes: int) -> None:
@@ -288,12 +312,13 @@ class StoreQueue:
             self._starting = True
         while (taken := self._take()) is not None:
             number, slot = taken
+            stored = None
             try:
-                transfer = slot.start_store()
+                stored, transfer = slot.start_store()
             except BaseException as error:  # surfaces at the next wait, as one of the disk
                 transfer = Transfer()
                 transfer.finish(error.with_traceback(None))
-            transfer.then(partial(self._ended, number, weakref.ref(slot), transfer))
+            transfer.then(partial(self._ended, number, weakref.ref(slot), transfer, stored))
             del taken, slot  # a drained queue holds no slot
 
     def _take(self) -> tuple[int, Slot] | None:
@@ -306,13 +331,14 @@ class StoreQueue:
                 del self._waiting[ref]
                 if (slot := ref()) is not None:
                     self._in_flight[number] = nbytes
-                    self._stats.nbytes_stored += nbytes
                     return number, slot
             self._starting = False
             self._changed.notify_all()
             return None
 
-    def _ended(self, number: int, ref: "weakref.ref[Slot]", transfer: Transfer) -> None:
+    def _ended(
+        self, number: int, ref: "weakref.ref[Slot]", transfer: Transfer, stored: StoredActivation | None
+    ) -> None:
         """End a store, on the thread that saw the end; the graph, and the slot with it, may be gone."""
         error = None
         try:
@@ -323,6 +349,8 @@ class StoreQueue:
             (slot.end_store if error is None else slot.cancel_store)()
         del slot  # a drained queue holds no slot
         with self._lock:
+            if stored is not None and error is None:
+                self._stats.nbytes_stored += stored.moved_nbytes
             self._error = self._error or error
             del self._in_flight[number]
             self._changed.notify_all()
@@ -340,6 +368,7 @@ class ActivationPolicy:
     #: The slot up to which all must have been stored when one is packed (False) or asked for (True).
     waits: Mapping[tuple[SlotKey, bool], SlotKey] = field(default_factory=dict)
     keeps_budget: bool = False  # bytes of stores that have not ended count in one
+    codecs: Mapping[SlotKey, str] = field(default_factory=dict)
 
 
 def planned(plan: ActivationPlan) -> ActivationPolicy:
@@ -348,14 +377,18 @@ def planned(plan: ActivationPlan) -> ActivationPolicy:
         loads[load.after].append(load.slot)
     waits = {(wait.at, wait.backward): wait.slot for wait in plan.waits}
     budget = plan.capacity_nbytes is not None
-    return ActivationPolicy(plan.place, plan.recomputed.__contains__, loads, waits, budget)
+    return ActivationPolicy(plan.place, plan.recomputed.__contains__, loads, waits, budget, plan.codecs)
 
 
-def uniform(place: Place, *, recompute: bool = False, last: int = -1) -> ActivationPolicy:
+def uniform(
+    place: Place, *, recompute: bool = False, last: int = -1, codecs: Mapping[SlotKey, str] | None = None
+) -> ActivationPolicy:
     """Return the policy that treats all alike, but keeps those from region ``last`` on: backward's first."""
     end = math.inf if last < 0 else last  # a model without blocks has no exception
     return ActivationPolicy(
-        lambda key: place if key.region < end else Place.KEEP, lambda region: recompute and region < end
+        lambda key: place if key.region < end else Place.KEEP,
+        lambda region: recompute and region < end,
+        codecs={key: codec for key, codec in (codecs or {}).items() if key.region < end},
     )
 
 
@@ -486,6 +519,7 @@ class TensorCache:
         self.device, self.stores, self._wait = device, stores, wait
         self.stats = ActivationStats()
         self.queue = StoreQueue(self.stats)
+        self.coding: Coding | None = None  # None: everything is stored as it is
         self.exempt: Container[torch.UntypedStorage] = ()  # which live anyway: of parameters and buffers
         self.profiler: Profiler | None = None
         self.record: PassRecord | None = None  # of the forward pass that runs; None: everything is kept
@@ -502,7 +536,7 @@ class TensorCache:
             self.stats.free_dropped()
             storage = tensor.untyped_storage()
             slot = self._slots.get(storage._cdata)
-            if slot is None or not slot.is_of(storage, tensor._version):
+            if slot is None or not slot.is_of(storage, tensor):
                 slot = self._slots[storage._cdata] = self._begin(record, tensor)
             return SlotHandle(slot, record, tensor)
 
@@ -518,11 +552,14 @@ class TensorCache:
     def _begin(self, record: PassRecord, tensor: Tensor) -> Slot:
         slot = Slot(record.next_key(), tensor.untyped_storage(), tensor._version, self.stats)
         record.add(slot)
+        coding = self.coding
+        form = None if coding is None else coding.measure(slot.key, tensor)
         if self.profiler is not None:
-            self.profiler.packed(slot.key, tensor)
-        place = record.policy.place(slot.key)
+            self.profiler.packed(slot.key, tensor, form)
+        code = coding and coding.code(slot.key, tensor, record.policy.codecs.get(slot.key))
+        place = record.policy.place(slot.key).as_coded(code is not None)
         if place is not Place.KEEP:
-            record.stores[slot.key] = self.queue.put(slot, self.stores[place])
+            record.stores[slot.key] = self.queue.put(slot, self.stores[place], code or PLAIN)
         self._wait_for_stores(record, slot.key, backward=False)
         return slot
 
@@ -557,7 +594,9 @@ class TensorCache:
         assert record is not None, "a forward pass packed it"
         self.queue.cancel(slot)
         self._start_loads(record, slot.key)
-        if slot.state is S.STORING and (self.profiler is not None or record.policy.keeps_budget):
+        if slot.state is S.STORING and (
+            slot.rounds or self.profiler is not None or record.policy.keeps_budget
+        ):
             # No store may hold bytes that backward has released: a profile or a budget counts them.
             self.wait_for(lambda: self.queue.wait_until(lambda: slot.state is not S.STORING))
         self.stats.forwarded += slot.state is S.STORING

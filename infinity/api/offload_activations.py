@@ -5,7 +5,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
+from infinity.activations.codecs import coding_of
 from infinity.activations.controller import ActivationBudget, Activations, Policy
 from infinity.activations.recompute import in_backward, untraced
 from infinity.activations.store import measure_hardware, open_stores
@@ -20,6 +21,7 @@ from infinity.activations.tensor_cache import TensorCache
 from infinity.api.init import is_served
 from infinity.comm.ranks import Ranks
 from infinity.core.budget import piece_nbytes
+from infinity.core.config import MemoryConfig
 from infinity.core.errors import StateError
 from infinity.core.files import user_path
 from infinity.core.nbytes import parse_nbytes
@@ -37,7 +39,8 @@ from infinity.observe.timeline import log
 @contextlib.contextmanager
 def offload_activations(
     model: nn.Module, budget: int | str | None = None, *, policy: Policy = "plan",
-    nvme: str | Path | Sequence[str | Path] = (), host: int | str | None = None,
+    nvme: str | Path | Sequence[str | Path] = (), host: int | str | None = None, codec: str = "auto",
+    first_step: int = 0,
 ) -> Iterator[Activations]:  # fmt: skip
     """Move the activations of ``model`` out of memory until backward needs them.
 
@@ -49,8 +52,8 @@ def offload_activations(
                 optimizer.step()
                 optimizer.zero_grad()
 
-    Losses and gradients stay bitwise the same. The first steps store all they can; one of them is profiled
-    for the plan.
+    Losses and gradients stay bitwise the same, but with a ``codec`` that loses precision. The first steps
+    store all they can; one of them is profiled for the plan.
 
     Args:
         model: Any module. Blocks that can be recomputed are members of its ``nn.ModuleList``.
@@ -59,6 +62,8 @@ def offload_activations(
         policy: ``plan``; or ``keep``, ``offload`` or ``recompute`` for everything.
         nvme: One directory for each drive; by default the system's directory for temporary files.
         host: Pinned host memory beside an accelerator; by default half of what is free.
+        codec: As ``memory.codec`` of a recipe: ``auto``, ``never``, ``fp8``, ``int8`` or ``2bit``.
+        first_step: Optimizer steps before this loop, for the random numbers of ``2bit``.
 
     Yields what has the plan as ``planning``, its cost as ``measured()``, and bytes in ``cache.stats``.
 
@@ -74,12 +79,19 @@ def offload_activations(
             f"{type(model).__name__} was built under infinity.Init, which serves its activations too: say "
             "memory.activations in its recipe"
         )
+    if codec not in (codecs := get_args(get_type_hints(MemoryConfig)["codec"])):
+        raise ValueError(f"codec: got {codec!r}; wanted {' | '.join(codecs)}")
     given = [nvme] if isinstance(nvme, (str, Path)) else nvme or [tempfile.gettempdir()]
     directories = [user_path(each, "nvme") for each in given]
     host_nbytes = free_host_nbytes() // 2 if host is None else parse_nbytes(host)
     capacity = None if budget is None else parse_nbytes(budget)
     with OwnedStack() as stack:
-        yield _serve(stack, model, policy, directories, host_nbytes, capacity)
+        activations = _serve(stack, model, policy, directories, host_nbytes, capacity)
+        rank, passes = dist.get_rank() if dist.is_initialized() else 0, activations.passes
+        activations.cache.coding = coding_of(
+            codec, policy, activations.cache.device, lambda: first_step + passes.steps, rank, log.info
+        )
+        yield activations
 
 
 def _serve(

@@ -201,6 +201,10 @@ def _text(value: Any, *, path: bool) -> str:
         raise _TextError(str(error)) from error
 
 
+#: Values of ``memory.codec`` by which activations lose precision.
+LOSSY_CODECS = ("fp8", "int8", "2bit")
+
+
 @dataclass(frozen=True, kw_only=True)
 class MemoryConfig(Config):
     """Sets the memory budgets of one rank; number and size of all buffers follow from them and the model."""
@@ -230,6 +234,11 @@ class MemoryConfig(Config):
         "keep, store or recompute activations, or follow a plan that keeps memory.device; auto: the fastest "
         "that fits, where infinity train plans; else plan if memory.device is set, or keep (with "
         "train.schedule=layer: but for what does not fit)",
+    )
+    codec: Literal["auto", "never", "fp8", "int8", "2bit"] = setting(
+        "auto",
+        "code activations that are stored; auto: exactly, where that is measured to pay; fp8, int8, 2bit: "
+        "with less precision, all that gradients flow through (without an accelerator)",
     )
     logits: Literal["auto", "whole", "slices"] = setting(
         "auto",

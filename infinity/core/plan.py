@@ -22,8 +22,8 @@ from infinity.core.nbytes import format_nbytes
 
 #: The longest plan that is read, a hundred times that of a large model (bytes).
 _MOST_NBYTES = 2**28
-#: Version of the format. Others are refused: a plan cannot do without what they lack (waits, padding).
-_VERSION = 4
+#: Version of the format. Others are refused: a plan cannot do without what they lack (waits, codecs).
+_VERSION = 5
 #: The files in a run's folder.
 FOLDER, PLAN, CHOICE = "activations", "plan.json", "choice.json"
 
@@ -77,6 +77,25 @@ class Operator:
 
 
 @dataclass(frozen=True, slots=True)
+class CodedForm:
+    """Records what a codec makes of one storage, as measured."""
+
+    codec: str
+    nbytes: int
+    encode_s: float  # of one core
+    decode_s: float
+    exact: bool = True  # or the storage is coded wherever it waits, so that this changes no number
+
+    def pays(self, nbytes: int, hardware: "Hardware") -> bool:
+        """Return whether coding takes less time than what it saves of ``nbytes`` on their way to NVMe."""
+        if min(hardware.read_bytes_per_s, hardware.write_bytes_per_s) <= 0:
+            return False
+        s_per_byte = 1 / hardware.read_bytes_per_s + 1 / hardware.write_bytes_per_s
+        s_per_byte += 2 * hardware.compute_s_per_byte
+        return self.encode_s + self.decode_s < (nbytes - self.nbytes) * s_per_byte
+
+
+@dataclass(frozen=True, slots=True)
 class SlotUse:
     """Records a storage that autograd saves, and when backward uses it; in the order of packing."""
 
@@ -87,6 +106,7 @@ class SlotUse:
     unpacked_at: int  # the first operator of backward that needs it
     released_at: int  # the last one
     held: bool  # other code holds the storage until backward: storing it frees nothing
+    coded: CodedForm | None = None  # None: no codec makes it smaller
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +173,24 @@ class Place(StrEnum):
     """Lists the places in which a saved storage may wait for backward."""
 
     KEEP = "keep"  # in device memory
+    CODED = "coded"  # there, in the form of a codec
     HOST = "host"
     NVME = "nvme"
+    CODED_NVME = "coded-nvme"  # on NVMe, in the form of a codec
+
+    @property
+    def is_coded(self) -> bool:
+        return self in (Place.CODED, Place.CODED_NVME)
+
+    @property
+    def on_nvme(self) -> bool:
+        return self in (Place.NVME, Place.CODED_NVME)
+
+    def as_coded(self, coded: bool) -> "Place":
+        """Return the same place for a storage that is ``coded`` or not; in host memory none is."""
+        if self.on_nvme:
+            return Place.CODED_NVME if coded else Place.NVME
+        return self if self is Place.HOST else Place.CODED if coded else Place.KEEP
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +222,8 @@ class Hardware:
     host_nbytes: int = 0  # host memory that activations may take
     #: Delay of compute per byte that moves beside it: without an accelerator I/O takes a part of the cores.
     compute_s_per_byte: float = 0.0
+    #: Delay of compute per second in which a core encodes or decodes beside it.
+    coding_delay: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +240,7 @@ class ActivationPlan:
     capacity_nbytes: int | None = None  # None: no budget
     #: Without them a store that ends later than predicted would hold memory beyond the budget.
     waits: tuple[StoreWait, ...] = ()
+    codecs: Mapping[SlotKey, str] = field(default_factory=dict)  # of the slots whose place says that
 
     def place(self, key: SlotKey) -> Place:
         return self.places.get(key, Place.KEEP)
@@ -210,6 +249,7 @@ class ActivationPlan:
         """Return text that is the same for equal plans; ranks compare it, and runs save it."""
         given = asdict(self) | {
             "places": sorted((*key, place) for key, place in self.places.items()),
+            "codecs": sorted((*key, codec) for key, codec in self.codecs.items()),
             "recomputed": sorted(self.recomputed),
         }
         return json.dumps(given)
@@ -276,9 +316,11 @@ def count_blocks(profile: Profile, plan: ActivationPlan) -> str:
     regions = {block.region for block in profile.blocks}
     recomputed = regions & plan.recomputed
     placed = [(key.region, place) for key, place in plan.places.items() if key.region in regions - recomputed]
-    nvme = {region for region, place in placed if place is Place.NVME}
+    nvme = {region for region, place in placed if place.on_nvme}
     host = {region for region, place in placed if place is Place.HOST} - nvme
-    counts = {"to NVMe": len(nvme), "to host memory": len(host), "recomputed": len(recomputed)}
+    coded = {region for region, place in placed if place is Place.CODED} - nvme - host
+    counts = {"to NVMe": len(nvme), "to host memory": len(host), "coded": len(coded)}
+    counts["recomputed"] = len(recomputed)
     counts["kept"] = len(regions) - sum(counts.values())
     parts = [(count, words) for words, count in counts.items() if count]
     if not parts:

@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from infinity.activations.codecs import coding_of
 from infinity.activations.controller import Activations
 from infinity.activations.store import measure_hardware, open_stores
 from infinity.activations.tensor_cache import TensorCache
@@ -38,7 +39,7 @@ from infinity.comm.ranks import Ranks, agree, all_ranks_or_raise, join_ranks, op
 from infinity.core.config import SettingError
 from infinity.core.errors import BEGIN_ANEW, DiskError, PeerError, StateError
 from infinity.core.lifecycle import UnitState
-from infinity.core.plan import Hardware
+from infinity.core.plan import Hardware, Place
 from infinity.core.process import OwnedStack, close_collected, uninterrupted, weakly
 from infinity.device.accelerator import bound_kernels, heap_line, memory_nbytes
 from infinity.device.machine import DTYPES, choose_dtype, free_host_nbytes
@@ -164,13 +165,16 @@ class Runtime:
     def _make_activations(self) -> Activations:
         memory, storage, device = self.config.memory, self.storage, self.ranks.device
         stores = open_stores(device, storage.host_pool, storage.piece_nbytes, storage.volume, storage.engine)
-        if memory.activations == "offload" and not stores:
+        if memory.activations == "offload" and not stores.keys() - {Place.CODED}:
             wanted = "keep, recompute or plan; or a directory in memory.nvme to store activations in"
             raise SettingError("memory.activations", "offload", wanted)
         cache = TensorCache(device, stores, partial(self.timeline.stall, "activation"))
         policy = memory.policy
         if self.config.layer_schedule and memory.activations in ("auto", "recompute"):
             policy = "keep"  # it recomputes by itself: little is left to plan
+        if policy != "keep" or memory.codec != "auto":
+            step: Any = weakly(self._step)
+            cache.coding = coding_of(memory.codec, policy, device, step, self.ranks.rank, self.note)
         if policy != "keep" and device.type == "cpu" and (line := heap_line()):
             self.note(line)
         decide = partial(self.ranks.decide, where="the plan for activations")
@@ -182,6 +186,10 @@ class Runtime:
 
         units = None if storage.store is None else storage.store.engine
         return Activations(cache, policy, hardware, decide=decide, units=units)
+
+    def _step(self) -> int:
+        """Return how many steps have been committed, also by the run that this one resumes."""
+        return 0 if self._executor is None else self._executor.updates.records.steps
 
     def _serve(self, module: nn.Module) -> Callable[[nn.Module], None]:
         served[module] = weakref.ref(self)

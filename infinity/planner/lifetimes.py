@@ -12,7 +12,7 @@ Source: TeraIO (arXiv:2506.06472), section 2 (active tensors, inactive periods).
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -20,10 +20,25 @@ from typing import NamedTuple
 
 import numpy as np
 
-from infinity.core.plan import BlockCall, Kind, Phase, Place, Profile, SlotKey, SlotUse, Traffic
+from infinity.core.plan import (
+    BlockCall,
+    CodedForm,
+    Hardware,
+    Kind,
+    Phase,
+    Place,
+    Profile,
+    SlotKey,
+    SlotUse,
+    Traffic,
+)
 
 #: Kinds of storages that the step itself allocates on the device, which an activation budget covers.
 MADE = frozenset({Kind.ACTIVATION, Kind.WORKING})
+
+
+#: What a codec makes exactly may be longer in another step, by one part of the storage in so many.
+_ROOM = 16
 
 
 def operator_times(profile: Profile) -> np.ndarray:
@@ -58,6 +73,25 @@ class InactivePeriod:
     is_freed: bool  # storing it frees memory: the step allocated it, and no other code holds it
     can_leave: bool  # and a plan can name it
     is_named: bool  # its key is known before the step runs; see [Note: keys of recomputed blocks]
+    coded: CodedForm | None = None
+
+    def kept(self, place: Place) -> int:
+        """Return the bytes that it takes of device memory while it waits in a place."""
+        return self.nbytes if place is Place.KEEP else self.beside(place)
+
+    def beside(self, place: Place) -> int:
+        """Return those that it takes beside the storage itself: its code, with room for a longer one."""
+        if place is not Place.CODED or self.coded is None:
+            return 0
+        return min(self.nbytes, self.coded.nbytes + self.nbytes // _ROOM * self.coded.exact)
+
+    def moved(self, place: Place) -> int:
+        """Return the bytes that go to a place and come back."""
+        return self.coded.nbytes if place.is_coded and self.coded is not None else self.nbytes
+
+    def pays(self, hardware: Hardware) -> bool:
+        """Return whether coding it on its way to NVMe and back takes less time than it saves."""
+        return self.coded is not None and self.coded.pays(self.nbytes, hardware)
 
     @property
     def is_worth_storing(self) -> bool:
@@ -96,20 +130,21 @@ Places = Mapping[int, Place]
 
 
 def least_memory(
-    lifetimes: Lifetimes, places: Iterable[int], loads: Mapping[int, int] = MappingProxyType({})
+    lifetimes: Lifetimes, places: Places, loads: Mapping[int, int] = MappingProxyType({})
 ) -> np.ndarray:
-    """Return bytes by position if the storages of ``places``, as in :data:`Places`, were stored in no time.
+    """Return bytes by position if the storages of ``places`` were stored in no time.
 
     ``loads``: positions at which loads start; those of other storages start when they are needed.
     """
     change = np.zeros(len(lifetimes.memory) + 1, dtype=np.int64)
-    for index in places:
+    for index, place in places.items():
         period = lifetimes.periods[index]
         if period.begin < period.end:
-            change[period.begin] -= period.nbytes
+            beside = period.beside(place)
+            change[period.begin] += beside - period.nbytes
             start = max(period.begin, loads.get(index, period.end))
             change[start] += period.nbytes + lifetimes.padding_nbytes
-            change[period.released_at + 1] -= lifetimes.padding_nbytes
+            change[period.released_at + 1] -= lifetimes.padding_nbytes + beside
     return lifetimes.memory + np.cumsum(change[:-1])
 
 
@@ -261,4 +296,5 @@ class _Packing:
                 is_freed=is_freed,
                 can_leave=can_leave,
                 is_named=is_named,
+                coded=slot.coded,
             )

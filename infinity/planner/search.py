@@ -48,7 +48,7 @@ from infinity.core.plan import (
     Traffic,
 )
 from infinity.planner.lifetimes import MADE, Lifetimes, Places, ProfileIndex, least_memory, lifetimes_of
-from infinity.planner.simulator import LOAD, Channel, Simulator, mixed_rates
+from infinity.planner.simulator import LOAD, Channel, Simulator, channel_rates, load_of, mixed_rates
 
 #: Budgets of the ladder, from the smallest that can be met to what keeping everything takes.
 RUNGS = 32
@@ -95,9 +95,9 @@ def channel_timelines(
     times: np.ndarray, hardware: Hardware, traffic: Iterable[Traffic] = ()
 ) -> dict[Channel, ChannelTimeline]:
     """Return timelines of a step whose operators take ``times`` (s), with the ``traffic`` of units booked."""
-    read, write, host = hardware.read_bytes_per_s, hardware.write_bytes_per_s, hardware.host_bytes_per_s
-    rates = zip(Channel, (write, read, host, host))
+    rates = zip(Channel, channel_rates(hardware))
     made = {channel: ChannelTimeline(times, rate, hardware.latency_s) for channel, rate in rates}
+    read, write = hardware.read_bytes_per_s, hardware.write_bytes_per_s
     writes, reads = made[Channel.NVME_WRITE], made[Channel.NVME_READ]
     mixed_read, mixed_write = mixed_rates(hardware)
     writes.beside = reads, (read - mixed_read) / mixed_write if mixed_write else 0.0
@@ -110,10 +110,15 @@ def channel_timelines(
     return made
 
 
-def places_within(lifetimes: Lifetimes, hardware: Hardware, capacity_nbytes: int) -> dict[int, Place]:
-    """Choose storages that leave, fullest position first, until memory fits or nothing more can leave."""
-    chosen: dict[int, Place] = {}
+def places_within(
+    lifetimes: Lifetimes, hardware: Hardware, capacity_nbytes: int, coded: Iterable[int] = ()
+) -> dict[int, Place]:
+    """Choose storages that leave, fullest position first, until memory fits or nothing more can leave.
+
+    Those of ``coded`` are coded, whether they leave or not; others only where there is no other place.
+    """
     periods = lifetimes.periods
+    chosen = dict.fromkeys(coded, Place.CODED)
     read, write, host = hardware.read_bytes_per_s, hardware.write_bytes_per_s, hardware.host_bytes_per_s
     s_per_byte: dict[Place, float] = {}  # there and back
     if read > 0 and write > 0:
@@ -132,19 +137,26 @@ def places_within(lifetimes: Lifetimes, hardware: Hardware, capacity_nbytes: int
     waiting.sort(key=lambda i: (periods[i].begin - periods[i].end, i))
     gaps = np.array([(periods[i].begin, periods[i].end) for i in waiting], dtype=np.int64).reshape(-1, 2)
     begins, ends = gaps[:, 0].copy(), gaps[:, 1].copy()
-    over = lifetimes.memory - capacity_nbytes
+    over = least_memory(lifetimes, chosen) - capacity_nbytes
     # In how many of the gaps each position is.
     change = (np.bincount(at, minlength=len(over) + 1) for at in (begins, ends))
     helped = np.cumsum(np.subtract(*change)[: len(over)])
     over[helped == 0] = 0
     while len(over) and over[at := int(over.argmax())] > 0:
         for number in np.flatnonzero((begins <= at) & (at < ends)).tolist():
-            period = periods[waiting[number]]
-            if (place := soonest(period.nbytes)) is not None:
-                chosen[waiting[number]] = place
-                given[place] += period.nbytes
-                over[period.begin : period.end] -= period.nbytes
-                over[period.end : period.released_at + 1] += lifetimes.padding_nbytes
+            index, period = waiting[number], periods[waiting[number]]
+            before = chosen.get(index, Place.KEEP)
+            place = soonest(period.moved(before))
+            if place is not None:
+                given[place] += period.moved(before)
+                place = place.as_coded(before is Place.CODED)
+            elif period.coded is not None and before is Place.KEEP:
+                place = Place.CODED
+            if place is not None:
+                chosen[index] = place
+                over[period.begin : period.end] += period.kept(place) - period.kept(before)
+                more = period.beside(place) - period.beside(before) + lifetimes.padding_nbytes
+                over[period.end : period.released_at + 1] += more
                 helped[period.begin : period.end] -= 1
                 begins[number] = ends[number] = 0  # it is gone
                 break
@@ -196,22 +208,24 @@ def with_loads(
         loads.append(Load(triggers[start], period.key))
     placed = {periods[index].key: places[index] for index in sorted(places)}
     recomputed = frozenset(again.block.region for again in lifetimes.recomputations)
-    return ActivationPlan(policy, placed, tuple(loads), recomputed)
+    coded = ((periods[index], place) for index, place in sorted(places.items()))
+    codecs = {p.key: p.coded.codec for p, place in coded if place.is_coded and p.coded is not None}
+    return ActivationPlan(policy, placed, tuple(loads), recomputed, codecs=codecs)
 
 
 def _desired(lifetimes: Lifetimes, places: Places, hardware: Hardware) -> dict[int, int]:
     """Return the latest positions from which loads need not be waited for, in the order of need."""
     timelines = channel_timelines(lifetimes.times, hardware, lifetimes.traffic.values())
-    until = {place: timelines[channel].until() for place, channel in LOAD.items()}
-    left = {place: int(free[-1]) for place, free in until.items()}  # before the loads that are needed later
+    until = {channel: timelines[channel].until() for channel, *_ in LOAD.values()}
+    left = {channel: int(free[-1]) for channel, free in until.items()}  # before loads that are needed later
     found: dict[int, int] = {}
     before = len(lifetimes.times)
     for index in sorted(places, reverse=True):
-        period, place = lifetimes.periods[index], places[index]
-        room = min(left[place], int(until[place][period.end])) - period.nbytes
-        room -= timelines[LOAD[place]].latency_nbytes
-        left[place] = max(0, room)
-        start = int(np.searchsorted(until[place], room, "right")) - 1
+        period, channel = lifetimes.periods[index], LOAD[places[index]][0]
+        room = min(left[channel], int(until[channel][period.end]))
+        room -= load_of(period, channel, places[index]) + timelines[channel].latency_nbytes
+        left[channel] = max(0, room)
+        start = int(np.searchsorted(until[channel], room, "right")) - 1
         found[index] = before = max(lifetimes.backward, min(before, start, period.end))
     return found
 
@@ -227,7 +241,8 @@ def _least_under(lifetimes: Lifetimes, plan: ActivationPlan) -> tuple[np.ndarray
     """Return bytes by position if stores took no time, and where loads start, by index of the period."""
     asked = {None: lifetimes.backward} | {period.key: period.end for period in lifetimes.periods}
     starts = {lifetimes.index[load.slot]: asked[load.after] for load in plan.loads}
-    return least_memory(lifetimes, [lifetimes.index[key] for key in plan.places], starts), starts
+    places = {lifetimes.index[key]: place for key, place in plan.places.items()}
+    return least_memory(lifetimes, places, starts), starts
 
 
 def _waits(lifetimes: Lifetimes, plan: ActivationPlan, capacity_nbytes: int) -> Iterator[StoreWait]:
@@ -267,10 +282,17 @@ class PlanSearch:
         self._hardware = hardware
         # Of the step that recomputes the blocks of some regions; and all its storages that can leave.
         self._lifetimes = cache(ProfileIndex(profile).lifetimes)
-        self._everything = cache(lambda recomputed: places_within(self._lifetimes(recomputed), hardware, 0))
-        self._order = _order(profile)
+        self._everything = cache(lambda recomputed: self._within(recomputed, 0))
+        # What is coded in every pass is not recomputed: or numbers would depend on the plan.
+        self._rounded = [
+            index
+            for index, period in enumerate(self._lifetimes(frozenset()).periods)
+            if period.coded is not None and not period.coded.exact and period.is_worth_storing
+        ]
+        self._order = () if self._rounded else _order(profile)
         self._count = 0  # of recomputed blocks in the plan for the rung below
-        self.keep = self._simulated(ActivationPlan("plan"))
+        rounded = dict.fromkeys(self._rounded, Place.CODED)
+        self.keep = self._simulated(with_loads(self._lifetimes(frozenset()), rounded, hardware, None))
 
     def lowest(self) -> tuple[Lifetimes, np.ndarray]:
         """Return the lifetimes with the lowest peak that a plan can reach, and memory by position."""
@@ -320,6 +342,9 @@ class PlanSearch:
         most_nbytes = simulator.run().peak_nbytes + simulator.slots.backlog.peak_nbytes
         return replace(best.plan, waits=tuple(_waits(lifetimes, best.plan, most_nbytes)))
 
+    def _within(self, recomputed: frozenset[int], rung: int, coded: Iterable[int] = ()) -> dict[int, Place]:
+        return places_within(self._lifetimes(recomputed), self._hardware, rung, self._rounded or coded)
+
     def _simulated(self, plan: ActivationPlan) -> Candidate:
         return Candidate(plan, Simulator(self._lifetimes(plan.recomputed), plan, self._hardware).run())
 
@@ -364,8 +389,17 @@ class PlanSearch:
         everything = self._everything(recomputed)
         if int(least_memory(lifetimes, everything).max(initial=0)) > rung:
             return best
-        chosen = places_within(lifetimes, hardware, rung)
-        for places in (chosen, everything) if chosen != everything else (chosen,):
+        chosen = self._within(recomputed, rung)
+        choices = [chosen, everything]
+        if not self._rounded:
+            coded = [i for i in chosen if lifetimes.periods[i].coded is not None]
+            paying = [i for i in coded if lifetimes.periods[i].pays(hardware)]
+            choices[1:1] = [self._within(recomputed, rung, some) for some in (coded, paying)]
+        tried: list[Places] = []
+        for places in choices:
+            if places in tried:
+                continue
+            tried.append(places)
             plan = with_loads(lifetimes, places, hardware, rung)
             found = within(lifetimes, plan, hardware, rung)
             if best is None or found.outcome.step_s < best.outcome.step_s:

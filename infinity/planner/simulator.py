@@ -55,16 +55,42 @@ class Channel(IntEnum):
     NVME_READ = 1
     DEVICE_TO_HOST = 2
     HOST_TO_DEVICE = 3
+    ENCODE = 4
+    DECODE = 5
 
     @property
     def label(self) -> str:
         """Return the name in tables and pictures."""
-        return ("NVMe write", "NVMe read", "device to host", "host to device")[self]
+        return ("NVMe write", "NVMe read", "device to host", "host to device", "encode", "decode")[self]
 
 
-#: The channel by which a storage goes to a place, and the one by which it comes back.
-STORE = {Place.NVME: Channel.NVME_WRITE, Place.HOST: Channel.DEVICE_TO_HOST}
-LOAD = {Place.NVME: Channel.NVME_READ, Place.HOST: Channel.HOST_TO_DEVICE}
+#: The channels by which a storage goes to a place, one after the other, and those by which it comes back.
+STORE = {
+    Place.NVME: (Channel.NVME_WRITE,), Place.HOST: (Channel.DEVICE_TO_HOST,), Place.CODED: (Channel.ENCODE,),
+    Place.CODED_NVME: (Channel.ENCODE, Channel.NVME_WRITE),
+}  # fmt: skip
+LOAD = {
+    Place.NVME: (Channel.NVME_READ,), Place.HOST: (Channel.HOST_TO_DEVICE,), Place.CODED: (Channel.DECODE,),
+    Place.CODED_NVME: (Channel.NVME_READ, Channel.DECODE),
+}  # fmt: skip
+#: Codecs take a storage's own time: their channels move nanoseconds in place of bytes.
+_NS_PER_S = 1e9
+
+
+def channel_rates(hardware: Hardware) -> tuple[float, ...]:
+    """Return bytes per second of each channel alone."""
+    write, read, host = hardware.write_bytes_per_s, hardware.read_bytes_per_s, hardware.host_bytes_per_s
+    return write, read, host, host, _NS_PER_S, _NS_PER_S
+
+
+def load_of(period: InactivePeriod, channel: Channel, place: Place) -> int:
+    """Return what a storage asks of a channel on its way to a place or back (bytes; of codecs, ns)."""
+    if channel in (Channel.ENCODE, Channel.DECODE):
+        assert period.coded is not None
+        coding_s = period.coded.encode_s if channel is Channel.ENCODE else period.coded.decode_s
+        return int(coding_s * _NS_PER_S) + 1
+    return period.moved(place)
+
 
 #: Share of its speed that compute keeps beside transfers, at least.
 LEAST_SPEED = 0.1
@@ -72,7 +98,7 @@ NEVER_S = float("inf")
 #: Transfers that begin in less than this begin now, or rounding would make them wait again and again (s).
 _NOW_S = 1e-12
 #: As indices: looking a member of an enum up costs more than the arithmetic around it.
-_WRITE, _READ = int(Channel.NVME_WRITE), int(Channel.NVME_READ)
+_WRITE, _READ, _ENCODE = int(Channel.NVME_WRITE), int(Channel.NVME_READ), int(Channel.ENCODE)
 
 
 def mixed_rates(hardware: Hardware) -> tuple[float, float]:
@@ -104,10 +130,9 @@ class TransferQueues:
     """Queues the transfers of each channel, and lets time pass in :meth:`advance`; see [Note: rates]."""
 
     def __init__(self, hardware: Hardware) -> None:
-        host = hardware.host_bytes_per_s
         self.now_s = 0.0
-        #: Of each channel alone.
-        self.rates = (hardware.write_bytes_per_s, hardware.read_bytes_per_s, host, host)
+        self.rates = channel_rates(hardware)
+        self._coding_delay = hardware.coding_delay
         self._mixed = mixed_rates(hardware)
         self._latency_s, self._delay_s_per_byte = hardware.latency_s, delay_s_per_byte(hardware)
         self.queues: tuple[deque[_Transfer], ...] = tuple(deque() for _ in Channel)
@@ -175,7 +200,7 @@ class TransferQueues:
     def _settle(self) -> list[tuple[int, _Transfer, float]]:
         """Return what moves now at which rate; set the speed of compute, and the time until that changes."""
         moving: list[tuple[int, _Transfer, float]] = []
-        next_s, beside, rates = NEVER_S, 0.0, self.rates
+        next_s, beside, coding, rates = NEVER_S, 0.0, 0, self.rates
         for channel, queue in enumerate(self.queues):
             if queue:
                 first = queue[0]
@@ -188,16 +213,18 @@ class TransferQueues:
             read, write = self._mixed
             moving[:2] = [(_WRITE, moving[0][1], write), (_READ, moving[1][1], read)]
         moving = [each for each in moving if each[2] > 0]
-        for _, transfer, rate in moving:
+        for channel, transfer, rate in moving:
             if transfer.began_s is None:
                 transfer.began_s = self.now_s
             left_s = transfer.left_nbytes / rate
             if left_s < next_s:
                 next_s = left_s
-            if transfer.what is not None:
+            if channel >= _ENCODE:
+                coding += 1
+            elif transfer.what is not None:
                 beside += rate
         self._moving, self._next_s = moving, next_s
-        self._speed = max(LEAST_SPEED, 1 - self._delay_s_per_byte * beside)
+        self._speed = max(LEAST_SPEED, 1 - self._delay_s_per_byte * beside - self._coding_delay * coding)
         return moving
 
 
@@ -240,7 +267,12 @@ def play(
     lifetimes = lifetimes_of(profile, plan.recomputed)
     named = {*plan.places, *(key for load in plan.loads for key in (load.slot, load.after or load.slot))}
     named.update(key for wait in plan.waits for key in (wait.at, wait.slot))
+    periods = {key: lifetimes.periods[at] for key, at in lifetimes.index.items()}
+    uncoded = (
+        key for key, p in plan.places.items() if key in periods and p.is_coded and not periods[key].coded
+    )
     lacking = [f"slot {k.region}.{k.ordinal}" for k in sorted(named - lifetimes.index.keys())]
+    lacking += [f"the codec of slot {k.region}.{k.ordinal}" for k in uncoded]
     lacking += [f"block {region}" for region in sorted(plan.recomputed - {b.region for b in profile.blocks})]
     if lacking:
         raise RecipeError(
@@ -274,6 +306,11 @@ class _Slot:
     def host_nbytes(self) -> int:
         return self.period.nbytes if self.place is Place.HOST else 0
 
+    @property
+    def rounds(self) -> bool:
+        """Return whether backward reads only what comes back."""
+        return self.place.is_coded and self.period.coded is not None and not self.period.coded.exact
+
 
 class _Slots:
     """Moves the slots that a plan stores as the tensor cache would; by index of their inactive period."""
@@ -302,7 +339,7 @@ class _Slots:
         slot.state = SlotState.STORING
         self.backlog.add(slot.period.nbytes)
         self.host.add(slot.host_nbytes)
-        self._queues.submit(STORE[slot.place], index, slot.period.nbytes)
+        self._submit(STORE[slot.place][0], index)
 
     def has_stored(self, index: int) -> bool:
         """Return whether no store of the slot, or of one packed before it, is still to end."""
@@ -320,25 +357,39 @@ class _Slots:
             self.fetch(index)
 
     def is_resident(self, index: int) -> bool:
-        return index not in self.all or self.all[index].state not in self._unreadable
+        slot = self.all.get(index)
+        return slot is None or not (
+            slot.state in self._unreadable or (slot.rounds and slot.state is SlotState.STORING)
+        )
 
     def release(self, index: int) -> None:
-        """Give back the slot's host memory, now or when its store ends; backward is done with it."""
+        """Give back the slot's host memory or code, now or when its store ends; backward is done with it."""
         slot = self.all[index]
         if slot.state is SlotState.STORING:
             slot.is_released = True
         else:
             self.host.add(-slot.host_nbytes)
+            self.away_nbytes += slot.period.beside(slot.place)
 
     def end(self, channel: int, index: int, at: int) -> None:
         slot = self.all[index]
-        self.moved_nbytes[channel] += slot.period.nbytes
-        if channel == LOAD[slot.place]:
+        stages = (LOAD if channel in LOAD[slot.place] else STORE)[slot.place]
+        self.moved_nbytes[channel] += load_of(slot.period, Channel(channel), slot.place)
+        if channel != stages[-1]:
+            self._submit(stages[-1], index)
+            return
+        if stages is LOAD[slot.place]:
             slot.state = SlotState.RESIDENT
             return
         self.backlog.add(-slot.period.nbytes)
         if slot.is_released:
             self.host.add(-slot.host_nbytes)
+        else:
+            self.away_nbytes -= slot.period.beside(slot.place)
+        if slot.rounds and slot.is_wanted:
+            slot.state = SlotState.LOADING
+            self._submit(LOAD[slot.place][0], index)
+            return
         if slot.is_wanted or slot.is_released or not slot.period.is_freed:
             slot.state = SlotState.RESIDENT
             return
@@ -354,16 +405,20 @@ class _Slots:
         if slot.is_away:
             slot.state, slot.is_away = SlotState.LOADING, False
             self.away_nbytes -= slot.period.nbytes
-            self._queues.submit(LOAD[slot.place], index, slot.period.nbytes)
+            self._submit(LOAD[slot.place][0], index)
         elif slot.state is SlotState.STORED:
             slot.state = SlotState.RESIDENT
         elif slot.state is SlotState.STORING:
             slot.is_wanted = True
-            if self._queues.cancel(STORE[slot.place], index):
+            if not slot.rounds and self._queues.cancel(STORE[slot.place][0], index):
                 slot.state = SlotState.RESIDENT
                 self.backlog.add(-slot.period.nbytes)
                 self.host.add(-slot.host_nbytes)
                 slot.place = Place.KEEP
+
+    def _submit(self, channel: Channel, index: int) -> None:
+        slot = self.all[index]
+        self._queues.submit(channel, index, load_of(slot.period, channel, slot.place))
 
     def _leave(self, slot: _Slot) -> None:
         slot.is_away = True
@@ -394,7 +449,7 @@ class Simulator:
         self._at, self._stall_s = 0, 0.0
         self._peak_nbytes = 0
         for place in {slot.place for slot in self.slots.all.values()}:
-            for channel in (STORE[place], LOAD[place]):
+            for channel in (*STORE[place], *LOAD[place]):
                 if not self._queues.rates[channel] > 0:
                     raise RecipeError(
                         f"the plan moves activations by {channel.label}, whose bandwidth is not above 0; "
@@ -446,7 +501,7 @@ class Simulator:
         for index, slot in packed:
             found[slot.period.begin].append(partial(slots.end_forward_use, index))
         for index, slot in packed:
-            if slot.place is Place.HOST:
+            if slot.place in (Place.HOST, Place.CODED):
                 at = max(slot.period.packed_at, slot.period.released_at) + 1
                 found[at].append(partial(slots.release, index))
         for wait in waits:

@@ -203,7 +203,9 @@ def plan_rows(profile: Profile, plan: ActivationPlan) -> list[PlanRow]:
         saved[row_of_region.get(slot.key.region, -1)] += slot.nbytes
     by_place = {place: [0] * len(names) for place in Place}
     for period in lifetimes_of(profile, plan.recomputed).periods:
-        by_place[plan.place(period.key)][row_of_region.get(period.key.region, -1)] += period.nbytes
+        by_place[plan.place(period.key).as_coded(False)][row_of_region.get(period.key.region, -1)] += (
+            period.nbytes
+        )
     placed = [by_place[place] for place in (Place.KEEP, Place.HOST, Place.NVME)]
     again = [max(0, of_block - sum(stays)) for of_block, *stays in zip(saved, *placed)]
     rows = list(map(PlanRow, names, forward_s, backward_s, saved, *placed, again))

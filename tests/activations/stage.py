@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from infinity.activations.controller import recomputable_blocks, tracked
-from infinity.activations.store import DirectStore, StagedStore
+from infinity.activations.store import DirectStore, StagedStore, open_stores
 from infinity.activations.tensor_cache import (
     ActivationPolicy,
     PassRecord,
@@ -52,7 +52,9 @@ class Stage:
             made = StagedStore(CPU, self.pool)
         self.store = made
         self.records: list[PassRecord] = []  # of all passes
-        self.cache = TensorCache(CPU, {Place.NVME: made, Place.HOST: made}, lambda wait: wait())
+        stores = open_stores(CPU, self.pool, 8192, self.volume, self.engine)
+        stores |= {Place.NVME: made, Place.HOST: made}
+        self.cache = TensorCache(CPU, stores, lambda wait: wait())
 
     @contextmanager
     def forward(self, model: torch.nn.Module | None = None, policy: ActivationPolicy = STORE):

@@ -7,6 +7,7 @@ from hypothesis import Phase, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from infinity.activations.codecs import Coding
 from infinity.activations.tensor_cache import planned
 from infinity.core.plan import ActivationPlan, Load, Place, SlotKey, StoreWait
 from tests.activations.stage import Stage, assert_same
@@ -128,6 +129,7 @@ def plans(draw, keys: list[SlotKey], blocks: int) -> ActivationPlan:
     return ActivationPlan(
         "plan", places, tuple(loads), frozenset(2 * b + 1 for b in recomputed),
         draw(st.sampled_from([None, 0])), tuple(waits),
+        {key: draw(st.sampled_from(["bits", "zeros", "exponents"])) for key in keys if places[key].is_coded},
     )  # fmt: skip
 
 
@@ -146,6 +148,7 @@ def test_any_computation_under_any_plan_has_the_gradients_of_plain_pytorch(tmp_p
         assert_outcome(ours, plain)
         assert_left(stage, ours)
 
+        stage.cache.coding = Coding("auto", lambda: 0, 0, print)
         plan = data.draw(plans(keys, len(blocks)))
         stage.engine.delay_s = data.draw(st.sampled_from([0.0, 0.002]))
         with stage.forward(model, planned(plan)):

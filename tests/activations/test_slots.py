@@ -46,7 +46,7 @@ def test_a_slot_goes_all_the_way_and_back(any_stage):
     wanted = tensor.clone()
     slot.reserve(any_stage.store)
     assert slot.state is S.STORING
-    transfer = slot.start_store()
+    _, transfer = slot.start_store()
     del tensor
     transfer.wait()
     slot.end_store()

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from infinity.core.plan import (
     ActivationPlan,
     BlockCall,
+    CodedForm,
     Hardware,
     Kind,
     Operator,
@@ -214,7 +215,15 @@ def random_profiles(draw: st.DrawFn) -> Profile:
             _run_some(draw, tape, live, lengths)
     held = [s for s in live if draw(st.integers(0, 9)) == 0]
     slack_s = draw(st.sampled_from([0.0, 0.001]))
-    return tape.finish(backward=draw(st.sampled_from([0.5, 2.0])), held=held, slack_s=slack_s)
+    made = tape.finish(backward=draw(st.sampled_from([0.5, 2.0])), held=held, slack_s=slack_s)
+    return replace(made, slots=tuple(replace(slot, coded=draw(_forms(slot.nbytes))) for slot in made.slots))
+
+
+def _forms(nbytes: int) -> st.SearchStrategy[CodedForm | None]:
+    """What a codec makes of a storage, if anything."""
+    time_s, part = st.sampled_from([0.0, 1e-5, 1e-3]), st.sampled_from([32, 2])
+    exact = st.builds(lambda n, e, d: CodedForm("bits", nbytes // n, e, d), part, time_s, time_s)
+    return st.none() | exact
 
 
 def _run_some(draw: st.DrawFn, tape: Tape, live: list[int], operators: int) -> None:

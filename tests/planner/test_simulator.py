@@ -47,7 +47,10 @@ def random_plans(draw: st.DrawFn, profile: Profile) -> ActivationPlan:
     recomputed = frozenset(block.region for block in profile.blocks if draw(st.booleans()))
     bare = ActivationPlan("random", recomputed=recomputed)
     slots = saved_under(profile, bare)
-    places = {slot.key: draw(st.sampled_from(list(Place))) for slot in slots}
+    places = {
+        slot.key: draw(st.sampled_from([p for p in Place if slot.coded is not None or not p.is_coded]))
+        for slot in slots
+    }
     loads = []
     for slot in slots:
         if draw(st.integers(0, 4)):
@@ -122,14 +125,17 @@ def test_a_step_is_compute_recomputation_and_stalls(case: tuple[Profile, Activat
 
 @given(random_profiles().flatmap(lambda p: st.tuples(st.just(p), random_plans(p))))
 def test_endless_channels_never_stall(case: tuple[Profile, ActivationPlan]) -> None:
-    assert play(*case, ENDLESS).stall_s == pytest.approx(0, abs=1e-15)
+    profile, plan = case  # codecs are as slow as they are
+    plain = replace(plan, places={key: place.as_coded(False) for key, place in plan.places.items()})
+    assert play(profile, plain, ENDLESS).stall_s == pytest.approx(0, abs=1e-15)
 
 
 @given(cases())
 def test_bytes_are_conserved(case: tuple[Profile, ActivationPlan, Hardware]) -> None:
     profile, plan, channels = case
     outcome, timeline = play_in_detail(profile, plan, channels)
-    sizes = {f"{s.key.region}.{s.key.ordinal}": s.nbytes for s in saved_under(profile, plan)}
+    slots = saved_under(profile, plan)
+    sizes = {f"{s.key.region}.{s.key.ordinal}": s.moved(plan.place(s.key)) for s in slots}
     moved = {name: [sizes[i.name] for i in moves] for name, moves in timeline.channels.items()}
     assert outcome.nbytes_stored == sum(moved.get("NVMe write", ()))
     assert outcome.nbytes_loaded == sum(moved.get("NVMe read", ())) <= outcome.nbytes_stored

@@ -1,0 +1,277 @@
+"""CPU loops of codecs, compiled by numba: see :mod:`infinity.activations.codecs`.
+
+Imported when first needed, because numba takes 0.3 s to import. ``encode_NAME(words, out, at)`` writes the
+code of whole blocks to ``out``, uint8, with as many bytes, and returns its bytes, or 0 if it does not fit;
+``decode_NAME(coded, words)`` is the inverse. Loops are over neighbours, without branches, so that LLVM makes
+vector instructions of them; 32-bit sums are cut to 32 bits again, since numba makes them wider.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from infinity.optim.kernels import inlined, jit
+
+Array = Any  # numpy's, of one dimension and contiguous
+
+BLOCK = 256  # elements
+_F32, _U8, _U32, _I32 = np.float32, np.uint8, np.uint32, np.int32
+#: A group whose largest magnitude is smaller counts as zero: its inverse would be infinite.
+_LEAST = np.float32(1e-30)
+
+
+@jit
+def encode_bits(words: Array, out: Array, at: Any) -> Any:
+    """Write a bit for each word, which of two values it has, behind the two."""
+    first, end, n, more = words[0], 0, words.size // 8, _U32(0)
+    while end < words.size and words[end] == first:
+        end += 1
+    other = words[end] if end < words.size else first
+    for i in range(words.size):
+        more |= _U32((words[i] != first) & (words[i] != other))
+    if more:
+        return 0
+    ends, bits = out[:16].view(words.dtype), out[16 : 16 + n]
+    ends[0], ends[1], bits[:] = first, other, 0
+    for bit in range(8):  # each of an eighth of the words
+        for i in range(n):
+            bits[i] |= _U8(words[n * bit + i] == other) << _U8(bit)
+    return 16 + n
+
+
+@jit
+def decode_bits(coded: Array, words: Array) -> None:
+    ends, bits, n = coded[:16].view(words.dtype), coded[16:], words.size // 8
+    first, other = ends[0], ends[1]
+    for bit in range(8):
+        for i in range(n):
+            words[n * bit + i] = other if bits[i] & (1 << bit) else first
+
+
+@jit
+def encode_zeros(words: Array, out: Array, at: Any) -> Any:
+    """Write a bit for each word, whether it is not zero, and those that are not."""
+    n, count = words.size // 8, np.int64(0)
+    kept = out[n:].view(words.dtype)
+    for group in range(n):
+        if count + 9 > kept.size:  # with one word behind the last, which the inverse reads
+            return 0
+        byte = _U32(0)
+        for bit in range(8):
+            word = words[8 * group + bit]
+            kept[count] = word
+            there = _U32(word != 0)
+            byte |= there << _U32(bit)
+            count += np.int64(there)
+        out[group] = byte
+    return n + (count + 1) * words.itemsize
+
+
+@jit
+def decode_zeros(coded: Array, words: Array) -> None:
+    n, count = words.size // 8, np.int64(0)
+    kept = coded[n:].view(words.dtype)
+    for group in range(n):
+        byte = _U32(coded[group])
+        for bit in range(8):
+            there = (byte >> _U32(bit)) & _U32(1)
+            words[8 * group + bit] = kept[count] & (_U32(0) - there)
+            count += np.int64(there)
+
+
+@inlined
+def _planes(words: Array, out: Array) -> Any:
+    """Return 4 bits for each exponent, its block's largest, sign and mantissa's first 7 bits, the others."""
+    n, half = words.size, words.size // 2
+    low = (words.itemsize - 2) * n
+    high, bases = low + n, low + n + half
+    rest = bases + n // BLOCK
+    return out[high:bases], out[bases:rest], out[low:high], out[:low].view(np.uint16), out[rest:]
+
+
+@inlined
+def _exponent(word: Any, itemsize: int) -> Any:
+    return (_U32(word) >> _U32(8 * itemsize - 9)) & _U32(255)
+
+
+@jit
+def encode_exponents(words: Array, out: Array, at: Any) -> Any:
+    """Write how far each exponent is below its block's largest; 14: it is zero; 15: it comes at the end."""
+    codes, bases, high, low, far = _planes(words, out)
+    count, half, size = np.int64(0), BLOCK // 2, words.itemsize
+    for block in range(bases.size):
+        word, most, escapes = words[BLOCK * block : BLOCK * (block + 1)], _U32(0), _U32(0)
+        code, top = codes[half * block : half * (block + 1)], high[BLOCK * block : BLOCK * (block + 1)]
+        for i in range(BLOCK):
+            most = max(most, _exponent(word[i], size))
+            bits = _U32(word[i]) >> _U32(8 * size - 16)
+            top[i] = (bits & _U32(127)) | ((bits >> _U32(8)) & _U32(128))
+        bases[block] = most
+        for i in range(half):
+            both = _U32(0)
+            for side in range(2):
+                exponent = _exponent(word[i + half * side], size)
+                below = min(_U32(most - exponent), _U32(15))
+                if below >= 14:
+                    below = _U32(15) if exponent else _U32(14)
+                escapes |= _U32(below == 15)
+                both |= below << _U32(4 * side)
+            code[i] = both
+        if escapes:
+            if count + BLOCK > far.size:
+                return 0
+            for i in range(BLOCK):
+                if (code[i % half] >> _U8(4 * (i // half))) & _U8(15) == 15:
+                    far[count] = _exponent(word[i], size)
+                    count += 1
+    for i in range(low.size):
+        low[i] = words[i]
+    return out.size - far.size + count
+
+
+@jit
+def decode_exponents(coded: Array, words: Array) -> None:
+    codes, bases, high, low, far = _planes(words, coded)
+    count, half, shift = np.int64(0), BLOCK // 2, _U32(8 * words.itemsize - 16)
+    for block in range(bases.size):
+        word, most, escapes = words[BLOCK * block : BLOCK * (block + 1)], _U32(bases[block]), _U32(0)
+        code, top = codes[half * block : half * (block + 1)], high[BLOCK * block : BLOCK * (block + 1)]
+        for side in range(2):
+            for i in range(half):
+                below = (_U32(code[i]) >> _U32(4 * side)) & _U32(15)
+                escapes |= _U32(below == 15)
+                bits = _U32(top[i + half * side])
+                bits = (bits & _U32(127)) | ((bits & _U32(128)) << _U32(8))
+                bits |= _U32(most - below if below < 14 else _U32(0)) << _U32(7)
+                word[i + half * side] = bits << shift
+        if escapes:
+            for i in range(BLOCK):
+                if (code[i % half] >> _U8(4 * (i // half))) & _U8(15) == 15:
+                    word[i] |= _U32(far[count]) << (shift + _U32(7))
+                    count += 1
+    for i in range(low.size):
+        words[i] |= low[i]
+
+
+@inlined
+def _largest(x: Array) -> Any:
+    """Return the largest magnitude; infinite if a value is not finite."""
+    most, bits = np.zeros(1, _I32), x.view(_I32)
+    for i in range(x.size):  # as integers, which are compared in vectors
+        most[0] = max(most[0], bits[i] & _I32(0x7FFFFFFF))
+    return most.view(_F32)[0] if most[0] < 0x7F800000 else _F32(np.inf)
+
+
+@inlined
+def _groups(x: Array, coded: Array) -> Any:
+    """Return the scale of each group of a block, and where the codes begin."""
+    scales = coded[: x.size // BLOCK * 4]
+    return scales.view(_F32), coded[scales.size :]
+
+
+@jit
+def encode_fp8(x: Array, out: Array, at: Any) -> Any:
+    """Round to e4m3 of each group's largest / 448, to nearest with ties to even."""
+    scales, codes = _groups(x, out)
+    share = np.empty(BLOCK, _F32)
+    bits = share.view(_U32)
+    for group in range(scales.size):
+        part, code = x[BLOCK * group : BLOCK * (group + 1)], codes[BLOCK * group : BLOCK * (group + 1)]
+        most = _largest(part)
+        if most == np.inf:
+            return 0
+        scales[group] = most / _F32(448) if most > _LEAST else _F32(0)
+        factor = _F32(448) / most if most > _LEAST else _F32(0)
+        for i in range(BLOCK):
+            share[i] = min(abs(part[i]) * factor, _F32(448))
+        for i in range(BLOCK):
+            small = _U32(_I32(np.rint(share[i] * _F32(512))))
+            near = ((bits[i] + _U32(0x7FFFF) + ((bits[i] >> _U32(20)) & _U32(1))) >> _U32(20)) - _U32(960)
+            code[i] = (small if share[i] < _F32(2**-6) else near) | (_U32(part[i] < 0) << _U32(7))
+    return 4 * scales.size + x.size
+
+
+@jit
+def decode_fp8(coded: Array, x: Array) -> None:
+    scales, codes = _groups(x, coded)
+    bits = np.empty(256, _U32)
+    table = bits.view(_F32)
+    for code in range(256):
+        bits[code] = ((code & 127) << 20) + (120 << 23)
+        if code & 127 < 8:
+            table[code] = _F32(code & 127) * _F32(2**-9)
+        if code > 127:
+            table[code] = -table[code]
+    for i in range(x.size):
+        x[i] = table[codes[i]] * scales[i // BLOCK]
+
+
+@jit
+def encode_int8(x: Array, out: Array, at: Any) -> Any:
+    """Round to 127 steps of each group's largest, to nearest."""
+    scales, codes = _groups(x, out)
+    for group in range(scales.size):
+        part, code = x[BLOCK * group : BLOCK * (group + 1)], codes[BLOCK * group : BLOCK * (group + 1)]
+        most = _largest(part)
+        if most == np.inf:
+            return 0
+        scales[group] = most / _F32(127) if most > _LEAST else _F32(0)
+        factor = _F32(127) / most if most > _LEAST else _F32(0)
+        for i in range(BLOCK):
+            code[i] = _I32(np.rint(part[i] * factor)) + _I32(128)
+    return 4 * scales.size + x.size
+
+
+@jit
+def decode_int8(coded: Array, x: Array) -> None:
+    scales, codes = _groups(x, coded)
+    for group in range(scales.size):
+        for i in range(BLOCK * group, BLOCK * (group + 1)):
+            x[i] = _F32(_I32(codes[i]) - _I32(128)) * scales[group]
+
+
+@jit
+def encode_2bit(x: Array, out: Array, at: Any) -> Any:
+    """Round to one of four steps; in front are each group's least value and its step.
+
+    ``at`` is the seed, and the number of the first word.
+    """
+    groups, quarter, seed, keys = x.size // BLOCK, BLOCK // 4, _U32(at[0]), np.empty(2, _I32)
+    ends, codes = out[: 8 * groups].view(_F32), out[8 * groups : 8 * groups + x.size // 4]
+    codes[:] = 0
+    for group in range(groups):
+        part, code = x[BLOCK * group : BLOCK * (group + 1)], codes[quarter * group : quarter * (group + 1)]
+        bits, least, most = part.view(_I32), _I32(0x7FFFFFFF), _I32(-0x80000000)
+        for i in range(BLOCK):  # integers in the order of their floats
+            key = _I32(bits[i] ^ ((bits[i] >> _I32(31)) & _I32(0x7FFFFFFF)))
+            least, most = min(least, key), max(most, key)
+        keys[0], keys[1] = least, most
+        for i in range(2):
+            keys[i] ^= (keys[i] >> _I32(31)) & _I32(0x7FFFFFFF)
+        low, high = keys.view(_F32)
+        step = (high - low) / _F32(3)
+        if not (_largest(part) + step) < np.inf:
+            return 0
+        factor = _F32(1) / step if step > _LEAST else _F32(0)
+        ends[2 * group], ends[2 * group + 1] = low, step if step > _LEAST else _F32(0)
+        for k in range(4):
+            for i in range(quarter):
+                h = _U32(_U32(at[1] + BLOCK * group + quarter * k + i) * _U32(0x9E3779B9)) ^ seed
+                h = _U32((h ^ _U32(h >> _U32(16))) * _U32(0x7FEB352D))
+                h = _U32((h ^ _U32(h >> _U32(15))) * _U32(0x846CA68B))
+                chance = _F32(_I32(_U32(h ^ _U32(h >> _U32(16))) >> _U32(8))) * _F32(2**-24)
+                steps = _I32((part[quarter * k + i] - low) * factor + chance)
+                code[i] |= _U8(min(steps, _I32(3))) << _U8(2 * k)
+    return 8 * groups + x.size // 4
+
+
+@jit
+def decode_2bit(coded: Array, x: Array) -> None:
+    groups, quarter = x.size // BLOCK, BLOCK // 4
+    ends, codes = coded[: 8 * groups].view(_F32), coded[8 * groups :]
+    for group in range(groups):
+        low, step = ends[2 * group], ends[2 * group + 1]
+        for k in range(4):
+            for i in range(quarter):
+                steps = _I32((codes[quarter * group + i] >> _U8(2 * k)) & _U8(3))
+                x[BLOCK * group + quarter * k + i] = low + step * _F32(steps)
