@@ -16,7 +16,9 @@ What the rules lose or gain here:
 import random
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from math import ceil, isqrt
 from typing import NamedTuple
 
@@ -24,10 +26,10 @@ import numpy as np
 from checkmate import checkmate
 from replay import coded, droppable, replayed
 
+from infinity.core.errors import BudgetError
 from infinity.core.plan import ActivationPlan, Hardware, Load, Phase, Place, Profile, SlotKey, StoreWait
 from infinity.planner.lifetimes import InactivePeriod, Lifetimes, Places, least_memory, lifetimes_of
-from infinity.planner.search import plan as our_plan
-from infinity.planner.search import simple_plan, within
+from infinity.planner.search import Candidate, PlanSearch, budget_error, simple_plan, within
 from infinity.planner.simulator import play
 
 
@@ -156,13 +158,19 @@ def _vdnn(
 def superneurons(profile: Profile, hardware: Hardware, capacity: int) -> Choice:
     """SuperNeurons (Wang et al., PPoPP 2018): outputs of heavy layers are checkpoints, the rest is replayed.
 
-    A segment between checkpoints that is no larger than the largest layer is replayed once and kept, a larger
-    one for each layer that asks. Checkpoints leave, the least recently used first, only until memory fits;
-    each comes back during the backward of the heavy layer before.
+    Where autograd saves no output of such a layer, its input is the checkpoint. A segment between checkpoints
+    that is no larger than the largest layer is replayed once and kept, a larger one for each layer that asks.
+    Checkpoints leave, the least recently used first, only until memory fits; each comes back during the
+    backward of the heavy layer before.
     """
     heavy, slots = is_heavy(profile), droppable(profile)
     forward = [operator for operator in profile.operators if operator.phase is Phase.FORWARD]
-    checkpoints = {s for operator in forward if heavy(operator.name) for s in operator.outputs}
+    checkpoints = {
+        s
+        for operator in forward
+        if heavy(operator.name)
+        for s in (operator.outputs if slots.keys() & {*operator.outputs} else operator.inputs)
+    }
     sizes = [use.nbytes for use in profile.storages]
     largest = max(sum(sizes[s] for s in {*o.inputs, *o.outputs} if s in slots) for o in forward)
     segments: list[list[int]] = [[]]
@@ -184,7 +192,7 @@ def superneurons(profile: Profile, hardware: Hardware, capacity: int) -> Choice:
 
 
 #: Plans that SwapAdvisor's search plays: individuals of a generation, and generations.
-INDIVIDUALS, GENERATIONS = 8, 6
+INDIVIDUALS, GENERATIONS = 6, 5
 
 
 def swapadvisor(profile: Profile, hardware: Hardware, capacity: int) -> Choice:
@@ -513,9 +521,56 @@ def ssdtrain(profile: Profile, hardware: Hardware, capacity: int) -> Choice:
     return Choice(profile, simple_plan("adaptive", profile, hardware))
 
 
+class _Ladder(PlanSearch):
+    """Our search, which climbs each rung once for all budgets."""
+
+    def __init__(self, profile: Profile, hardware: Hardware) -> None:
+        super().__init__(profile, hardware)
+        self._found: dict[int, Candidate | None] = {}
+
+    def _best(self, rung: int) -> Candidate | None:
+        if rung not in self._found:
+            self._found[rung] = super()._best(rung)
+        return self._found[rung]
+
+
+_ladder = cache(_Ladder)
+
+
 def ours(profile: Profile, hardware: Hardware, capacity: int) -> Choice:
-    """The plan of this project for the budget."""
-    return Choice(profile, our_plan(profile, hardware, capacity))
+    """The plan of this project for the budget: that of ``infinity.planner.search.plan``."""
+    search = _ladder(profile, hardware)
+    if search.keep.outcome.peak_nbytes <= capacity:
+        return Choice(profile, replace(search.keep.plan, capacity_nbytes=capacity))
+    if search.smallest_budget() > capacity:
+        raise budget_error(profile, hardware, capacity)
+    return Choice(profile, search.fastest(capacity))
+
+
+@cache
+def cheapest(profile: Profile) -> tuple[int, ...]:
+    """Return the storages that a replay can make, by the seconds that it takes for each byte."""
+
+    def s_per_byte(s: int) -> float:
+        return (replayed(profile, [s]).step_s - profile.step_s) / max(1, profile.storages[s].nbytes)
+
+    return tuple(sorted(droppable(profile), key=s_per_byte))
+
+
+def ours_replaying(profile: Profile, hardware: Hardware, capacity: int) -> Choice:
+    """Let a step replay what is cheapest to make again, and plan the rest as ours: the best of some shares.
+
+    The runtime cannot replay single operators yet: this says what that would bring.
+    """
+    best, best_s = ours(profile, hardware, capacity), float("inf")
+    order = cheapest(profile)
+    for share in (0.0, 0.2, 0.4):
+        step = replayed(profile, order[: int(share * len(order))]) if share else profile
+        with suppress(BudgetError):
+            choice = ours(step, hardware, capacity)
+            if (step_s := play(*choice, hardware).step_s) < best_s:
+                best, best_s = choice, step_s
+    return best
 
 
 def checkmate_plan(profile: Profile, hardware: Hardware, capacity: int) -> Choice:
@@ -526,7 +581,7 @@ def checkmate_plan(profile: Profile, hardware: Hardware, capacity: int) -> Choic
     return Choice(step, ActivationPlan("Checkmate"))
 
 
-OURS = "ours"
+OURS, REPLAYING = "ours", "ours + replays"
 #: The policies by name; those of the second group choose for a budget.
 UNBUDGETED: Mapping[str, Policy] = {
     "keep all": keep, "recompute blocks": recompute, "offload": offload, "vDNN all": vdnn_all,
@@ -535,5 +590,5 @@ UNBUDGETED: Mapping[str, Policy] = {
 BUDGETED: Mapping[str, Policy] = {
     "vDNN dynamic": vdnn_dynamic, "SuperNeurons": superneurons, "SwapAdvisor": swapadvisor,
     "Capuchin": capuchin, "FlashNeuron": flashneuron, "FlashNeuron, coded": flashneuron_coded,
-    "G10": g10, "TERAIO": teraio, "Checkmate": checkmate_plan, OURS: ours,
+    "G10": g10, "TERAIO": teraio, "Checkmate": checkmate_plan, REPLAYING: ours_replaying, OURS: ours,
 }  # fmt: skip

@@ -142,6 +142,10 @@ def places_within(
     change = (np.bincount(at, minlength=len(over) + 1) for at in (begins, ends))
     helped = np.cumsum(np.subtract(*change)[: len(over)])
     over[helped == 0] = 0
+    if len(s_per_byte) > 1 and hardware.host_nbytes < (all_nbytes := int(over.max(initial=0))):
+        # Else the first would fill host memory, and the last, which have the least time, wait for the drive.
+        left = (all_nbytes - hardware.host_nbytes) / max(1, hardware.host_nbytes)
+        s_per_byte[Place.HOST] = max(s_per_byte[Place.HOST], s_per_byte[Place.NVME] * left)
     while len(over) and over[at := int(over.argmax())] > 0:
         for number in np.flatnonzero((begins <= at) & (at < ends)).tolist():
             index, period = waiting[number], periods[waiting[number]]

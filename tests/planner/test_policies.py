@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from infinity.core.errors import BudgetError
 from infinity.core.plan import ActivationPlan, Hardware, Place, Profile
 from infinity.planner.lifetimes import lifetimes_of
-from infinity.planner.search import plan, simple_plan
+from infinity.planner.search import places_within, plan, simple_plan
 from infinity.planner.simulator import play
 from tests.helpers.cases import examples, few
 from tests.helpers.profiles import (
@@ -158,6 +158,16 @@ def test_a_slow_drive_is_helped_by_the_host_and_by_recomputation() -> None:
     assert alone.recomputed
     assert Place.HOST in helped.places.values()
     assert play(profile, helped, beside).step_s < play(profile, alone, slow).step_s
+
+
+def test_host_memory_for_half_of_what_leaves_lasts_for_the_blocks_with_the_least_time() -> None:
+    profile = transformer(8)
+    lifetimes = lifetimes_of(profile)
+    all_nbytes = sum(period.nbytes for period in lifetimes.periods if period.is_worth_storing)
+    places = places_within(lifetimes, hardware(0.5, host=8.0, host_nbytes=all_nbytes // 2), 0)
+    to_host = {lifetimes.periods[index].key.region for index, place in places.items() if place is Place.HOST}
+    regions = sorted(block.region for block in profile.blocks)
+    assert to_host >= {regions[0], regions[-3], regions[-2]}  # the last one's storages hardly leave
 
 
 def test_a_plan_for_a_drive_that_is_too_slow_bounds_what_waits_for_it() -> None:
