@@ -296,7 +296,7 @@ ROOM_BUDGETS = {
     "observe": 996,
     "optim": 2934,
     "partition": 2776,
-    "planner": 2327,
+    "planner": 2331,
     "predict": 4949,
     "recipes": 1607,
     "shards": 5244,
