@@ -156,15 +156,15 @@ class Coding:
         self._pass = step, before[1] + 1 if before[0] == step else 0
         self._forms = {} if measures else None
 
-    def end_pass(self, hardware: Callable[[], Hardware]) -> None:
-        """Say what was measured, and choose codecs by it; called again, nothing happens."""
+    def end_pass(self, hardware: Callable[[], Hardware] | None) -> None:
+        """Say what was measured, and choose codecs by it (None: a plan does); called again, do nothing."""
         forms, self._forms = self._forms, None
         blocks = (squares for region, squares in sorted(self._squares.items()) if region % 2)
         shares = [f"{math.sqrt(error / size):.3g}" for error, size in blocks if size]
         if shares:
             self._say(f"memory.codec={self.lossy}: relative error of each block: {' '.join(shares)}")
         self._squares.clear()
-        if forms:
+        if forms and hardware is not None:
             measured = hardware()
             self.chosen = {key: f.codec for key, (f, nbytes) in forms.items() if f.pays(nbytes, measured)}
 
@@ -183,7 +183,9 @@ class Coding:
         whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage())
         size = min(_SAMPLE_NBYTES, len(whole) // _SAMPLES // 8 * 8)
         samples = [whole[i * (len(whole) // _SAMPLES) // 8 * 8 :][:size] for i in range(_SAMPLES)]
-        names = [self.lossy] if self._loses(tensor) else [*_EXACT]
+        # What gradients flow through may have two values now and others later: zeros serves it, too.
+        exact = _EXACT - {"bits"} if tensor.requires_grad else _EXACT
+        names = [self.lossy] if self._loses(tensor) else [*exact]
         forms = [
             self._measure(Code(name, tensor.dtype), samples, len(whole) / (size * _SAMPLES), key.region)
             for name in names

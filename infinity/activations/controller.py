@@ -6,8 +6,8 @@ profiled as if everything were kept. Then rank 0 makes the plan for all, since r
 blocks would gather different units. The second pass under the plan is metered, to compare predictions.
 
 [Note: what codecs gain]
-In the second pass codecs are tried on parts of each saved storage, and again in the profiled one. Without a
-plan a storage is coded where that takes less time than the bytes it saves take on their way to NVMe and back.
+In the profiled pass codecs are tried on parts of each saved storage. Without a plan that is the second pass,
+and a storage is coded where that takes less time than the bytes that it saves on their way to NVMe and back.
 
 [Note: the time of a pass]
 A pass lasts from its forward to the next one, or to the end of its step; only passes that end as the profiled
@@ -53,7 +53,7 @@ from infinity.planner.simulator import play
 
 Policy = Literal["keep", "offload", "recompute", "plan"]
 #: Passes: codecs are tried, warm, profiled, metered under a plan; see [Note: the first passes].
-MEASURED, _WARM, PROFILED, METERED = 1, 2, 4, 6
+_TRIED, _WARM, PROFILED, METERED = 1, 2, 4, 6
 #: Passes that are remembered.
 REMEMBERED = 1000
 
@@ -266,7 +266,8 @@ class Activations:
                 policy = uniform(Place.KEEP, recompute=True)
             self.cache.record = PassRecord(policy)
             if coding is not None:
-                coding.begin_pass(measures=self.passes.begun in (MEASURED + 1, PROFILED + 1))
+                first = self.policy == "offload" and self.passes.begun == _TRIED + 1
+                coding.begin_pass(measures=first or self.cache.profiler is not None)
             stack.callback(setattr, self.cache, "record", None)
             stack.enter_context(tracked(blocks, self.cache))
         return stack
@@ -327,7 +328,7 @@ class Activations:
         self.passes.end(updates=updates)
         attached, weights = self._detach()
         if self.cache.coding is not None:
-            self.cache.coding.end_pass(self._hardware)
+            self.cache.coding.end_pass(self._hardware if self.policy == "offload" else None)
         if isinstance(attached, Profiler):
             profile = attached.finish()
             if any(operator.phase is Phase.BACKWARD for operator in profile.operators):

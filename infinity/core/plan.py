@@ -86,6 +86,11 @@ class CodedForm:
     decode_s: float
     exact: bool = True  # or the storage is coded wherever it waits, so that this changes no number
 
+    @property
+    def is_fixed(self) -> bool:
+        """Return whether a code is as long in every step; zeros and exponents become fewer or more."""
+        return not self.exact or self.codec == "bits"
+
     def pays(self, nbytes: int, hardware: "Hardware") -> bool:
         """Return whether coding takes less time than what it saves of ``nbytes`` on their way to NVMe."""
         if min(hardware.read_bytes_per_s, hardware.write_bytes_per_s) <= 0:

@@ -23,7 +23,6 @@ import numpy as np
 from infinity.core.plan import (
     BlockCall,
     CodedForm,
-    Hardware,
     Kind,
     Phase,
     Place,
@@ -35,10 +34,6 @@ from infinity.core.plan import (
 
 #: Kinds of storages that the step itself allocates on the device, which an activation budget covers.
 MADE = frozenset({Kind.ACTIVATION, Kind.WORKING})
-
-
-#: What a codec makes exactly may be longer in another step, by one part of the storage in so many.
-_ROOM = 16
 
 
 def operator_times(profile: Profile) -> np.ndarray:
@@ -80,18 +75,14 @@ class InactivePeriod:
         return self.nbytes if place is Place.KEEP else self.beside(place)
 
     def beside(self, place: Place) -> int:
-        """Return those that it takes beside the storage itself: its code, with room for a longer one."""
+        """Return those that it takes beside the storage itself, whatever a later step has in it."""
         if place is not Place.CODED or self.coded is None:
             return 0
-        return min(self.nbytes, self.coded.nbytes + self.nbytes // _ROOM * self.coded.exact)
+        return self.coded.nbytes if self.coded.is_fixed else self.nbytes
 
     def moved(self, place: Place) -> int:
         """Return the bytes that go to a place and come back."""
         return self.coded.nbytes if place.is_coded and self.coded is not None else self.nbytes
-
-    def pays(self, hardware: Hardware) -> bool:
-        """Return whether coding it on its way to NVMe and back takes less time than it saves."""
-        return self.coded is not None and self.coded.pays(self.nbytes, hardware)
 
     @property
     def is_worth_storing(self) -> bool:

@@ -25,7 +25,7 @@ depend on the budget either: more memory never makes a step slower.
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -154,7 +154,7 @@ def places_within(
             if place is not None:
                 given[place] += period.moved(before)
                 place = place.as_coded(before is Place.CODED)
-            elif period.coded is not None and before is Place.KEEP:
+            elif period.coded is not None and period.coded.is_fixed and before is Place.KEEP:
                 place = Place.CODED
             if place is not None:
                 chosen[index] = place
@@ -349,6 +349,13 @@ class PlanSearch:
     def _within(self, recomputed: frozenset[int], rung: int, coded: Iterable[int] = ()) -> dict[int, Place]:
         return places_within(self._lifetimes(recomputed), self._hardware, rung, self._rounded or coded)
 
+    def _coded(self, recomputed: frozenset[int], rung: int, coded: Collection[int]) -> dict[int, Place]:
+        """Return places in which those of ``coded`` have forms: where a longer one breaks no budget."""
+        periods = self._lifetimes(recomputed).periods
+        fixed = [i for i in coded if (form := periods[i].coded) is not None and form.is_fixed]
+        places = self._within(recomputed, rung, fixed)
+        return {i: p.as_coded(True) if i in coded and p.on_nvme else p for i, p in places.items()}
+
     def _simulated(self, plan: ActivationPlan) -> Candidate:
         return Candidate(plan, Simulator(self._lifetimes(plan.recomputed), plan, self._hardware).run())
 
@@ -396,9 +403,11 @@ class PlanSearch:
         chosen = self._within(recomputed, rung)
         choices = [chosen, everything]
         if not self._rounded:
-            coded = [i for i in chosen if lifetimes.periods[i].coded is not None]
-            paying = [i for i in coded if lifetimes.periods[i].pays(hardware)]
-            choices[1:1] = [self._within(recomputed, rung, some) for some in (coded, paying)]
+            forms = {
+                i: p.coded for i, p in enumerate(lifetimes.periods) if i in chosen and p.coded is not None
+            }
+            paying = {i for i, f in forms.items() if f.pays(lifetimes.periods[i].nbytes, hardware)}
+            choices[1:1] = [self._coded(recomputed, rung, some) for some in (forms.keys(), paying)]
         tried: list[Places] = []
         for places in choices:
             if places in tried:

@@ -222,7 +222,8 @@ def random_profiles(draw: st.DrawFn) -> Profile:
 def _forms(nbytes: int) -> st.SearchStrategy[CodedForm | None]:
     """What a codec makes of a storage, if anything."""
     time_s, part = st.sampled_from([0.0, 1e-5, 1e-3]), st.sampled_from([32, 2])
-    exact = st.builds(lambda n, e, d: CodedForm("bits", nbytes // n, e, d), part, time_s, time_s)
+    name = st.sampled_from(["bits", "zeros"])
+    exact = st.builds(lambda c, n, e, d: CodedForm(c, nbytes // n, e, d), name, part, time_s, time_s)
     return st.none() | exact
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
-from infinity.core.errors import BudgetError
-from infinity.core.plan import ActivationPlan, Hardware, Place, Profile
+from infinity.core.errors import BudgetError, RecipeError
+from infinity.core.plan import ActivationPlan, CodedForm, Hardware, Place, Profile
 from infinity.planner.lifetimes import lifetimes_of
 from infinity.planner.search import places_within, plan, simple_plan
 from infinity.planner.simulator import play
@@ -223,3 +223,44 @@ def test_a_plan_for_another_profile_is_refused() -> None:
     made = offload_all(transformer(4), hardware())
     with pytest.raises(ValueError, match="plan again"):
         play(transformer(2), made, hardware())
+
+
+def coded(profile: Profile, codec: str, *, exact: bool = True) -> Profile:
+    """The profile, in which a quick codec makes a quarter of each storage."""
+    slots = (
+        replace(slot, coded=CodedForm(codec, slot.nbytes // 4, 1e-4, 1e-4, exact)) for slot in profile.slots
+    )
+    return replace(profile, slots=tuple(slots))
+
+
+def test_on_a_slow_drive_a_plan_moves_the_bytes_of_codes_and_is_faster() -> None:
+    profile, slow = transformer(6), hardware(0.5)
+    budget = budget_between(profile, slow, 0.2)
+    plain, better = plan(profile, slow, budget), plan(coded(profile, "zeros"), slow, budget)
+    assert {*better.codecs.values()} == {"zeros"}
+    assert {better.place(key) for key in better.codecs} == {Place.CODED_NVME}  # longer ones break no budget
+    before, after = play(profile, plain, slow), play(coded(profile, "zeros"), better, slow)
+    assert after.step_s < 0.8 * before.step_s
+    assert after.nbytes_stored < before.nbytes_stored
+    assert max(before.peak_nbytes, after.peak_nbytes) <= budget
+
+
+def test_without_a_drive_codes_of_one_length_meet_a_budget_that_nothing_else_meets() -> None:
+    profile, none = replace(transformer(6), blocks=()), hardware(0.0, host=0.0)
+    assert smallest_budget(coded(profile, "zeros"), none) == smallest_budget(profile, none)
+    least = smallest_budget(coded(profile, "bits"), none)
+    assert least < 0.7 * smallest_budget(profile, none)
+    made = plan(coded(profile, "bits"), none, least)
+    assert {*made.places.values()} == {Place.CODED}
+    assert play(coded(profile, "bits"), made, none).peak_nbytes <= least
+
+
+def test_what_loses_precision_is_coded_under_every_budget_and_never_recomputed() -> None:
+    profile, channels = coded(transformer(6), "2bit", exact=False), hardware(1.0)
+    worth = {p.key for p in lifetimes_of(profile).periods if p.is_worth_storing}
+    for share in (0.0, 0.3, 1.0):
+        made = plan(profile, channels, budget_between(profile, channels, share))
+        assert made.codecs.keys() == worth
+        assert not made.recomputed
+    with pytest.raises(RecipeError, match="the codec of slot"):
+        play(transformer(6), made, channels)
