@@ -282,12 +282,12 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 #: The most lines of each room. A number rises only in a commit whose body says what left instead.
 ROOM_BUDGETS = {
     "": 667,
-    "activations": 3024,
+    "activations": 3027,
     "api": 4318,
     "app": 2829,
     "checkpoint": 4194,
     "comm": 1691,
-    "core": 2248,
+    "core": 2253,
     "data": 2725,
     "device": 1201,
     "engine": 4887,
