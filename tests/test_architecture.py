@@ -284,7 +284,7 @@ ROOM_BUDGETS = {
     "": 667,
     "activations": 3027,
     "api": 4318,
-    "app": 2829,
+    "app": 2841,
     "checkpoint": 4194,
     "comm": 1691,
     "core": 2253,

@@ -54,6 +54,8 @@ _NEIGHBORS, _REACH_S = 32, 3.0
 #: NCCL's buffers between devices of one machine, and files that a rank opens beside its connections.
 _LEAST_SHM_NBYTES, _FILES = 2**30, 32
 _PAUSE_S, _FAREWELL_S = 0.05, 5.0
+#: Clocks that differ by more are told of: logs of several machines, and ages of files, are compared (s).
+_MOST_SKEW_S = 1.0
 
 
 @dataclass(slots=True)
@@ -65,6 +67,7 @@ class Found:
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)  # a run would fail
     notes: list[str] = field(default_factory=list)
+    met_s: float | None = None  # this machine's clock when all ranks were examined
 
 
 class Examination:
@@ -213,6 +216,9 @@ class Meeting:
         """Wait for the other ranks, and try to reach some."""
         rank, size = self.launch.rank, self.launch.world_size
         places = self._wait_for("at", range(size), self.patience_s)
+        self._put("examined", 0)
+        if len(self._wait_for("examined", sorted(places), self.patience_s)) == size:
+            found.met_s = time.time()
         silent = []
         for other in [(rank + each) % size for each in range(1, min(size, _NEIGHBORS + 1))]:
             host, address, port = places.get(other, ("", "", 0))
@@ -293,6 +299,12 @@ def _compare(everyone: Sequence[Found]) -> None:
     software = [each.facts.get("software", {}) for each in everyone]
     usual = {name: Counter(each.get(name) for each in software).most_common(1)[0][0] for name in _SAME}
     for each in everyone:
+        late_s = (everyone[0].met_s or 0.0) - (each.met_s or 0.0)
+        if None not in (everyone[0].met_s, each.met_s) and abs(late_s) > _MOST_SKEW_S:
+            each.notes.append(
+                f"its clock is {abs(late_s):,.0f} s {'late' if late_s > 0 else 'early'} beside rank 0's: "
+                "keep time by NTP or chrony"
+            )
         own = each.facts.get("device", {}).get("id")
         if own and devices[each.host, own] > 1:
             each.wrong.append(

@@ -70,7 +70,7 @@ def test_a_check_that_blocks_is_named(
 
 
 def on_a_rank(folder: Path, ranks: int, faults: bool) -> int:
-    """The doctor on one of ``ranks``, which leaves what it prints in a file; with faults on rank 1."""
+    """The doctor on one of ``ranks``, which leaves what it prints in a file; with faults on 1 and 2."""
     import rich.console
 
     rank = int(os.environ["RANK"])
@@ -80,6 +80,9 @@ def on_a_rank(folder: Path, ranks: int, faults: bool) -> int:
     if faults and rank == 1:
         infinity.__version__ = "0.0.1"
         drive = folder / "file"
+    if faults and rank == 2:
+        clock = time.time
+        doctor.time.time = lambda: clock() - 5.0
     recipe = infinity.load_recipe(None, settings(folder, f"memory.nvme=[{drive}]"))
     with (folder / f"told.{rank}").open("w") as file:
         console = rich.console.Console(file=file, width=200)
@@ -95,6 +98,8 @@ def test_ranks_on_which_something_is_missing_are_named(tmp_path: Path) -> None:
     assert [line[:10] for line in wrong] == ["wrong: 1 ("] * 2, told
     assert f"{tmp_path}/file" in told
     assert "has infinity 0.0.1" in told
+    assert "note: 2 (" in told
+    assert "its clock is 5 s late beside rank 0's" in told
     assert "0-2 (" in told  # what all have is said once
 
 
