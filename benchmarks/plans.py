@@ -170,6 +170,19 @@ BEST: tuple[tuple[str, str | None, tuple[str, ...], str, int], ...] = (
     ("DeepSeek-V3, full", "DeepSeek-V3", (), "gh200", 32_768),
     ("DeepSeek-V3, full", "DeepSeek-V3", (), "desktop-4090", 32_768),
     ("Kimi-K2, full", "Kimi-K2", (), "dgx-a100", 524_288),
+    ("Kimi-K2, full", "Kimi-K2", (), "hgx-h200", 524_288),
+    ("Kimi-K2, full", "Kimi-K2", (), "gh200", 32_768),
+    ("Kimi-K2, full", "Kimi-K2", (), "desktop-4090", 32_768),
+    *(
+        (name, model, overrides, "vm-2core", 8192)
+        for name, model, overrides in (
+            ("Llama-3 70B, full", "Llama-3 70B", ()),
+            ("Llama-3 405B, full", "Llama-3 405B", ()),
+            ("DeepSeek-V3, full", "DeepSeek-V3", ()),
+            ("Kimi-K2, full", "Kimi-K2", ()),
+            ("Kimi-K2 in FP8, LoRA of rank 16", "Kimi-K2", _ADAPTERS),
+        )
+    ),
 )  # fmt: skip
 #: The recipe of all of them: configs/finetune.yaml, whose batch gives way.
 FINETUNE = str(Path(__file__).parents[1] / "configs/finetune.yaml")

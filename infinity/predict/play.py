@@ -19,10 +19,10 @@ begun, or backward has ended; one unit is reduced at a time, and none when a bac
 Updates lag into the next step, by more from step to step until something waits for them. So steps are played
 until they repeat, and the last one counts. The first begins with its last micro-batch, the one with updates.
 
-[Note: micro-batches that repeat]
-Most micro-batches but the last one have the same plan, often all but the first one or two. They are played
-until one takes as long as the one before, with as much waiting and no update under way; each further one
-takes as long, too. If none of the first few does, the last of them is taken to.
+[Note: what ends as it begins]
+A step, or a micro-batch, that ends in the state in which it began is followed by equal ones: those are not
+played. Most micro-batches but the last one have the same plan, often all but the first one or two. If none of
+the first few ends as it begins, the last of them is taken to.
 """
 
 from collections.abc import Callable
@@ -153,8 +153,7 @@ class _Player:
             nbytes = shape.stored_nbytes or shape.nbytes
             clock.nbytes[LINKS] += nbytes
             time_s = nbytes / rates.links_bytes_per_s + COLLECTIVE_S
-            gather = clock.serve(LINKS, time_s, arrived, rates.link_threads, ready=False)
-            arrived = partial(setattr, gather, "ready", True)
+            arrived = clock.serve(LINKS, time_s, arrived, rates.link_threads, ready=False)
         upload = arrived
         if unit not in self._memory.updated:
             upload = partial(clock.over_link, Channel.HOST_TO_DEVICE, shape.moved_nbytes, arrived)
@@ -285,14 +284,21 @@ class _Player:
                     gradients[unit] = nbytes = setup.gradient_nbytes(unit)
                     self._memory.lease(nbytes)
         self._play(script.earlier)
-        marks = [self._mark()]
-        while len(marks) <= (1 if script.is_long else _MOST_STEPS):
+        marks, state, before = [self._mark()], self._state, None
+        while len(marks) <= (1 if script.is_long else _MOST_STEPS) and state != before:
             self._play(0)
             marks.append(self._mark())
+            before, state = state, self._state
             last_s = [after.step_s - before.step_s for before, after in pairwise(marks[-_LEAST_STEPS - 1 :])]
             if len(last_s) == _LEAST_STEPS and max(last_s) <= (1 + _ALIKE) * min(last_s):
                 break
         return marks[-1].plus(marks[-2], -1.0)
+
+    @property
+    def _state(self) -> object:
+        """Return what the steps that follow depend on; see [Note: what ends as it begins]."""
+        there = {item: waiting is None for item, waiting in self._coming.items()}
+        return self._clock.waiting, self._memory.leased_nbytes, there, self._updates.state, self._arriving
 
     @property
     def _header_s(self) -> float:
@@ -322,17 +328,15 @@ class _Player:
         self._updates.commit()
 
     def _repeat(self, index: int, times: int) -> None:
-        """Play a micro-batch ``times`` times; see [Note: micro-batches that repeat]."""
-        before, most = None, tries(self.script.length + 1)
+        """Play a micro-batch ``times`` times; see [Note: what ends as it begins]."""
+        most, state = tries(self.script.length + 1), self._state
         for left in reversed(range(times)):
-            mark = self._mark()
+            mark, before = self._mark(), state
             self._play_micro_batch(index)
-            cost = self._mark().plus(mark, -1.0)
-            now = f"{cost.step_s:.9g} s", self._clock.waiting
-            if (now == before and not self._updates.under_way) or times - left >= most:
-                self._clock.skip(cost, left)
+            state = self._state
+            if state == before or times - left >= most:
+                self._clock.skip(self._mark().plus(mark, -1.0), left)
                 return
-            before = now
 
     def _play_micro_batch(self, index: int) -> None:
         plan, spans, begin = self.script.plan, self._micro_batches[index], index * self.script.length
@@ -525,9 +529,11 @@ class _PlayedUpdates:
             then()
 
     @property
-    def under_way(self) -> bool:
-        """Return whether an update goes on, or states are read ahead for one."""
-        return bool(self._queue.jobs) or any(chunk.moving for chunk in self._queue.in_flight)
+    def state(self) -> object:
+        """Return how far updates are, and chunks of states, in order."""
+        queue = self._queue
+        jobs = [(job.name, job.started, job.computed, job.landed) for job in queue.jobs]
+        return jobs, [(chunk.name, chunk.index, chunk.stage, chunk.moving) for chunk in queue.in_flight]
 
     def _chunks(self, unit: int) -> int:
         most = 1 if self._script.is_long else _CHUNKS
@@ -573,10 +579,7 @@ class _PlayedUpdates:
         moved = 2 * (shape.weight_nbytes + shape.state_nbytes) + self._setup.gradient_nbytes(job.unit)
         there = job.unit in self._memory.updated
         time_s = moved / (rates.memory_bytes_per_s if there else rates.update_bytes_per_s)
-        self._clock.busy_s[UPDATE] += time_s
-        self._clock.stall_s[UPDATE] += time_s
-        while time_s > 1e-12:
-            time_s -= self._clock.elapse(time_s)
+        self._clock.update(time_s)
         self._on(job, job.update.landed())
 
     def _proceed(self, moves: Moves) -> None:

@@ -26,7 +26,7 @@ from infinity.partition.mover import Item
 from infinity.partition.mover import Stored as StoredItem
 from infinity.partition.prefetcher import Prefetcher
 from infinity.planner.prefetch_plan import Actions, Event, Kind, Plan, make_plan
-from infinity.planner.simulator import NEVER_S, Channel, TransferQueues
+from infinity.planner.simulator import LEAST_SPEED, NEVER_S, Channel, delay_s_per_byte, mixed_rates
 from infinity.planner.updates import StepOrder
 from infinity.predict.machines import RankRates
 
@@ -34,7 +34,9 @@ from infinity.predict.machines import RankRates
 COMPUTE, LINKS, UPDATE, DECODE = "compute", "links", "update", "decode"
 #: Work that takes less has ended (s).
 _NOTHING_S = 1e-12
-_LABELS = [channel.label for channel in Channel]
+#: Queues of the clock: channels, and what does one job after the other. Beside them the training thread.
+_QUEUES = [*(channel.label for channel in Channel), LINKS, UPDATE, DECODE]
+_DECODE, _COMPUTE = 6, 7
 #: The turn of a gradient whose memory no longer counts until the next one has begun.
 OVER = -1
 #: The least micro-batches that are planned, and played, before they are taken to repeat.
@@ -385,24 +387,39 @@ class StepCost:
         )  # fmt: skip
 
 
-@dataclass(slots=True)
-class Task:
-    """Describes a job that takes ``left_s`` more seconds at full speed; one that is not ``ready`` waits."""
+class Job:
+    """Waits in a queue of the clock, or goes on as its first one: ``left_s`` more seconds at full speed."""
 
-    left_s: float
-    then: Callable[[], object]
-    threads: float  # that it keeps busy, without an accelerator: see [Note: shared cores]
-    ready: bool
+    __slots__ = ("left_s", "ready_s", "then", "threads")
+
+    def __init__(self, left_s: float, then: Callable[[], object], threads: float, ready_s: float) -> None:
+        self.left_s, self.then = left_s, then
+        self.threads = threads  # that it keeps busy, without an accelerator: see [Note: shared cores]
+        self.ready_s = ready_s  # before that it holds the queue, and does not go on
 
 
 class VirtualClock:
-    """Advances time for a rank's channels, collectives, cores and device, and counts what they do."""
+    """Advances time for a rank's channels, collectives, cores and device, and counts what they do.
+
+    Each has a queue, whose first job goes on. When that ends is known when it begins, or when what slows it
+    begins or ends: so time goes from one end to the next.
+    """
 
     def __init__(self, rates: RankRates, *, on_accelerator: bool) -> None:
-        self._rates, self.on_accelerator, self._computing = rates, on_accelerator, False
-        self._queues = TransferQueues(rates.channels)
-        self._jobs: dict[str, deque[Task]] = {name: deque() for name in (LINKS, UPDATE, DECODE)}
-        #: As in :class:`StepCost`, since the beginning.
+        self._rates, self.on_accelerator, self.now_s = rates, on_accelerator, 0.0
+        host = rates.channels.host_bytes_per_s
+        self._bytes_per_s = (rates.channels.write_bytes_per_s, rates.channels.read_bytes_per_s, host, host)
+        self._delay_s_per_byte = delay_s_per_byte(rates.channels)
+        self._queues: tuple[deque[Job], ...] = tuple(deque() for _ in _QUEUES)
+        self._ends_s = [NEVER_S] * len(_QUEUES)  # when the first job ends, or (if it has not) begins
+        self._began_s, self._since_s = ([0.0] * len(_QUEUES) for _ in range(2))  # and has its speed
+        self._going = 0  # bits of the queues whose first job goes on, and of the training thread's compute
+        self._speeds: tuple[float, ...] = (1.0,) * (len(_QUEUES) + 1)
+        self._known: dict[tuple[int, float], tuple[float, ...]] = {}
+        # Bits of those that others depend on: reads and writes, decoding; or each.
+        self._coupled = -1 if rates.cores or self._delay_s_per_byte else 0b1000011
+        self._passed_s = [0.0] * len(_QUEUES)  # for which each queue's jobs have gone on
+        #: As in :class:`StepCost`, since the beginning; of queues what they were not needed for.
         self.busy_s: defaultdict[str, float] = defaultdict(float)
         self.nbytes: Counter[str] = Counter()
         self.stall_s: defaultdict[str, float] = defaultdict(float)
@@ -410,22 +427,38 @@ class VirtualClock:
 
     def wait(self, until: Callable[[], bool], cause: str) -> None:
         """Let time pass until ``until`` is true, and count it as a stall by ``cause``."""
-        began_s = self._queues.now_s
+        began_s = self.now_s
         while not until():
-            if self.elapse(NEVER_S) == NEVER_S:
+            if not self.pass_on():
                 break  # a lease beyond the budget: the runtime would give back what is kept in vain
-        self.stall_s[cause] += self._queues.now_s - began_s
+        self.stall_s[cause] += self.now_s - began_s
 
     def compute(self, work_s: float) -> None:
         """Let the training thread compute for ``work_s``, longer if other work shares the cores."""
         self.busy_s[COMPUTE] += work_s
-        self._computing = True
+        for shares in (1, 0) if self._rates.cores else ():
+            self._going ^= 1 << _COMPUTE
+            self._settle()
+            if shares:
+                self._spend(work_s)
+        if not self._rates.cores:
+            self._spend(work_s)
+
+    def update(self, time_s: float) -> None:
+        """Let an update take ``time_s`` of the training thread, or of what it waits for."""
+        self.busy_s[UPDATE] += time_s
+        self.stall_s[UPDATE] += time_s
+        self._spend(time_s, computes=False)
+
+    def _spend(self, work_s: float, *, computes: bool = True) -> None:
         while work_s > _NOTHING_S:
-            speed = self._queues.speed() * self._share()
-            if not self._rates.cores and self._jobs[DECODE]:
-                speed *= 0.5  # they share the device
-            work_s -= speed * self.elapse(work_s / speed)
-        self._computing = False
+            speed, next_s = self._speeds[_COMPUTE] if computes else 1.0, min(self._ends_s)
+            end_s = self.now_s + work_s / speed
+            if end_s < next_s:
+                self.now_s = end_s
+                break
+            work_s -= speed * (next_s - self.now_s)
+            self.pass_on()
 
     def move(self, channel: Channel, nbytes: int, then: Callable[[], object]) -> None:
         self.count(channel, nbytes)
@@ -448,60 +481,109 @@ class VirtualClock:
 
     def count(self, channel: Channel, nbytes: int) -> None:
         """Count bytes of this step, whenever they move."""
-        self.nbytes[_LABELS[channel]] += nbytes
+        self.nbytes[_QUEUES[channel]] += nbytes
 
     def send(self, channel: Channel, nbytes: int, then: Callable[[], object]) -> None:
         """Queue the transfer of bytes that were counted."""
-        if self._queues.rates[channel] > 0 and nbytes > 0:
-            self._queues.submit(channel, then, nbytes)
+        rate = self._bytes_per_s[channel]
+        if rate > 0 and nbytes > 0:
+            ready_s = self.now_s + self._rates.channels.latency_s
+            self._add(int(channel), Job(nbytes / rate, then, 0.0, ready_s))
         else:
             then()
 
     def serve(
         self, name: str, time_s: float, then: Callable[[], object], threads: float = 1.0, ready: bool = True
-    ) -> Task:
-        """Queue a job behind those of the same name, and return it; its turn waits until it is ``ready``."""
-        job = Task(time_s, then, threads, ready)
-        self._jobs[name].append(job)
-        return job
+    ) -> Callable[[], None]:
+        """Queue a job behind those of the same name; its turn waits until it is ``ready``, or let on.
 
-    def elapse(self, most_s: float) -> float:
-        """Let time pass until something ends, at most ``most_s``; return it (s), infinite if nothing will."""
-        share, queues, running = self._share(), self._queues, self._running()
-        passed_s = min(most_s, queues.next_s())
-        for _, job in running:
-            if job.left_s < share * passed_s:
-                passed_s = job.left_s / share
-        if passed_s == NEVER_S:
-            return passed_s
-        for channel, _, _ in queues.moving():
-            self.busy_s[_LABELS[channel]] += passed_s
-        for name, job in running:
-            self.busy_s[name] += passed_s
-            job.left_s -= share * passed_s
-        ended = queues.advance(passed_s)
-        if any(job.left_s <= _NOTHING_S for _, job in running):
-            for jobs in self._jobs.values():  # what ends may queue others
-                while jobs and jobs[0].ready and jobs[0].left_s <= _NOTHING_S:
-                    jobs.popleft().then()
-        for _, then, _ in ended:
-            then()
-        return passed_s
+        Returns what lets it go on.
+        """
+        queue, job = _QUEUES.index(name), Job(time_s, then, threads, self.now_s if ready else NEVER_S)
+        self._add(queue, job)
 
-    def _running(self) -> list[tuple[str, Task]]:
-        return [(name, jobs[0]) for name, jobs in self._jobs.items() if jobs and jobs[0].ready]
+        def let_on() -> None:
+            job.ready_s = self.now_s
+            if self._queues[queue][0] is job:
+                self._begin(queue)
 
-    def _share(self) -> float:
-        """Return the share of full speed at which each running thread works when threads outnumber cores."""
-        rates = self._rates
-        if not rates.cores:
-            return 1.0
-        threads = sum(job.threads for _, job in self._running()) + rates.threads * self._computing
-        return min(1.0, rates.cores / threads) if threads else 1.0
+        return let_on
+
+    def pass_on(self) -> bool:
+        """Let time pass until something ends or begins, and call what follows; False: nothing will."""
+        at_s = min(self._ends_s)
+        if at_s == NEVER_S:
+            return False
+        queue, self.now_s = self._ends_s.index(at_s), at_s
+        if self._going >> queue & 1:
+            job = self._queues[queue].popleft()
+            self._passed_s[queue] += at_s - self._began_s[queue]
+            self._begin(queue)
+            job.then()
+        else:
+            self._begin(queue)
+        return True
+
+    def _add(self, queue: int, job: Job) -> None:
+        self._queues[queue].append(job)
+        if self._queues[queue][0] is job:
+            self._begin(queue)
+
+    def _begin(self, queue: int) -> None:
+        """Let the first job of a queue go on, if there is one that is ready."""
+        bit, jobs, end_s = 1 << queue, self._queues[queue], NEVER_S
+        self._going &= ~bit
+        if jobs:
+            end_s = max(self.now_s, jobs[0].ready_s)
+            # One whose beginning changes nothing else may begin later.
+            if end_s <= self.now_s + _NOTHING_S or (end_s < NEVER_S and not self._coupled & bit):
+                self._going |= bit
+                self._began_s[queue] = self._since_s[queue] = end_s
+        if self._coupled & bit:
+            self._settle()
+        if self._going & bit:
+            speed = self._speeds[queue]
+            end_s = end_s + jobs[0].left_s / speed if speed else NEVER_S
+        self._ends_s[queue] = end_s
+
+    def _settle(self) -> None:
+        """Give what goes on the speed that it has beside the rest."""
+        going, before, now_s, threads = self._going, self._speeds, self.now_s, 0.0
+        if self._rates.cores:
+            first = [jobs[0].threads for i, jobs in enumerate(self._queues) if going >> i & 1]
+            threads = sum(first, self._rates.threads * (going >> _COMPUTE & 1))
+        if (going, threads) not in self._known:
+            self._known[going, threads] = self._speeds_of(going, threads)
+        self._speeds = self._known[going, threads]
+        if self._speeds != before:
+            for i, jobs in enumerate(self._queues):
+                speed = self._speeds[i]
+                if speed != before[i] and going >> i & 1:
+                    jobs[0].left_s = max(0.0, jobs[0].left_s - before[i] * (now_s - self._since_s[i]))
+                    self._since_s[i] = now_s
+                    self._ends_s[i] = now_s + jobs[0].left_s / speed if speed else NEVER_S
+
+    def _speeds_of(self, going: int, threads: float) -> tuple[float, ...]:
+        """Return the speed of each queue's first job, and of compute, while those of ``going`` go on."""
+        cores, rates = self._rates.cores, self._rates.channels
+        moved = [rate * (going >> i & 1) for i, rate in enumerate(self._bytes_per_s)]
+        if moved[0] and moved[1]:
+            moved[1], moved[0] = mixed_rates(rates)
+        channels = [now / alone if now else 1.0 for now, alone in zip(moved, self._bytes_per_s)]
+        share = min(1.0, cores / threads) if threads else 1.0
+        compute = max(LEAST_SPEED, 1 - self._delay_s_per_byte * sum(moved)) * share
+        if not cores and going >> _DECODE & 1:
+            compute *= 0.5  # they share the device
+        return (*channels, share, share, share, compute)
 
     def mark(self, device_peak_nbytes: int) -> StepCost:
         """Return the cost of all that has passed until now."""
-        played = StepCost(self._queues.now_s, self.busy_s, self.nbytes, self.stall_s, device_peak_nbytes)
+        busy_s = dict(self.busy_s)
+        for i, name in enumerate(_QUEUES):
+            now_s = max(0.0, self.now_s - self._began_s[i]) if self._going >> i & 1 else 0.0
+            if passed_s := self._passed_s[i] + now_s:
+                busy_s[name] = busy_s.get(name, 0.0) + passed_s
+        played = StepCost(self.now_s, busy_s, self.nbytes, self.stall_s, device_peak_nbytes)
         return played.plus(self._skipped, 1.0)
 
     def skip(self, each: StepCost, times: int) -> None:
@@ -509,9 +591,10 @@ class VirtualClock:
         self._skipped = self._skipped.plus(each, times)
 
     @property
-    def waiting(self) -> list[int]:
-        """Return the numbers of transfers and jobs that have not ended."""
-        return [*map(len, self._queues.queues), *map(len, self._jobs.values())]
+    def waiting(self) -> list[tuple[int, str]]:
+        """Return of each queue the number of jobs that have not ended, and when the first one does."""
+        left_s = (end_s - self.now_s for end_s in self._ends_s)
+        return [(len(jobs), f"{each_s:.6g}") for jobs, each_s in zip(self._queues, left_s)]
 
 
 class DeviceMemory:
@@ -520,21 +603,20 @@ class DeviceMemory:
     def __init__(self, division: DeviceBudget, clock: VirtualClock) -> None:
         self._clock, self._total_nbytes = clock, division.total
         self.updated = frozenset(division.on_device)  # units whose states are there
-        self._leased_nbytes = self.peak_nbytes = division.states
+        self.leased_nbytes = self.peak_nbytes = division.states
         self._passing_nbytes = self.turn = 0  # of the gradient that is open: see [Note: gradients that pass]
 
     def lease(self, nbytes: int) -> None:
-        def has_room() -> bool:
-            return self._leased_nbytes + self._passing_nbytes + rounded(nbytes) <= self._total_nbytes
-
-        if not has_room():
+        nbytes = rounded(nbytes)
+        most_nbytes = self._total_nbytes - nbytes
+        if self.leased_nbytes + self._passing_nbytes > most_nbytes:
             self.end_turn()
-            self._clock.wait(has_room, "memory")
-        self._leased_nbytes += rounded(nbytes)
-        self.peak_nbytes = max(self.peak_nbytes, self._leased_nbytes + self._passing_nbytes)
+            self._clock.wait(lambda: self.leased_nbytes + self._passing_nbytes <= most_nbytes, "memory")
+        self.leased_nbytes += nbytes
+        self.peak_nbytes = max(self.peak_nbytes, self.leased_nbytes + self._passing_nbytes)
 
     def give_back(self, nbytes: int) -> None:
-        self._leased_nbytes -= rounded(nbytes)
+        self.leased_nbytes -= rounded(nbytes)
 
     def give_back_late(self, nbytes: int, turn: int) -> None:
         """Give back a gradient's memory; it counts until the ``turn`` in which it was complete has ended."""

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from infinity.core.budget import DeviceBudget
 from infinity.planner.prefetch_plan import Event, Kind
-from infinity.planner.simulator import NEVER_S, TransferQueues
 from infinity.predict.machines import (
     DevicesConfig,
     DrivesConfig,
@@ -258,8 +257,8 @@ def test_units_whose_states_are_on_the_device_move_nothing_at_all() -> None:
 def test_cost_grows_like_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted in events of the clock, since times of a busy machine say nothing."""
     counts, events = [], []
-    advance = TransferQueues.advance
-    monkeypatch.setattr(TransferQueues, "advance", lambda self, s: events.append(s) or advance(self, s))
+    pass_on = VirtualClock.pass_on
+    monkeypatch.setattr(VirtualClock, "pass_on", lambda self: events.append(1) or pass_on(self))
     for units in (50, 100, 200):
         events.clear()
         play_step(trace(units), setup(units, window=units // 5, micro_batches=2))
@@ -354,13 +353,13 @@ def test_a_gather_whose_shard_is_late_holds_the_reductions_behind_it() -> None:
     """So their gradients wait in device memory, as they do in the runtime's queue of collectives."""
     ended: list[str] = []
     clock = VirtualClock(on_cores(1).rates, on_accelerator=False)
-    gather = clock.serve(LINKS, 1.0, lambda: ended.append("gather"), ready=False)
+    let_on = clock.serve(LINKS, 1.0, lambda: ended.append("gather"), ready=False)
     clock.serve(LINKS, 2.0, lambda: ended.append("reduction"))
-    assert clock.elapse(NEVER_S) == NEVER_S  # nothing goes on
-    gather.ready = True
-    assert [clock.elapse(NEVER_S) for _ in range(2)] == [1.0, 2.0]
+    assert not clock.pass_on()  # nothing goes on
+    let_on()
+    assert [clock.pass_on() and clock.now_s for _ in range(2)] == [1.0, 3.0]
     assert ended == ["gather", "reduction"]
-    assert clock.busy_s[LINKS] == 3.0
+    assert clock.mark(0).busy_s[LINKS] == 3.0
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
