@@ -387,62 +387,154 @@ class StepCost:
         )  # fmt: skip
 
 
+@dataclass(slots=True)
 class Job:
-    """Waits in a queue of the clock, or goes on as its first one: ``left_s`` more seconds at full speed."""
+    """Waits in a queue of the clock, or goes on as its first one."""
 
-    __slots__ = ("left_s", "ready_s", "then", "threads")
+    left_s: float  # at full speed
+    then: Callable[[], object]
+    threads: float  # that it keeps busy, without an accelerator: see [Note: shared cores]
+    ready_s: float  # before that it holds its queue, and does not go on
 
-    def __init__(self, left_s: float, then: Callable[[], object], threads: float, ready_s: float) -> None:
-        self.left_s, self.then = left_s, then
-        self.threads = threads  # that it keeps busy, without an accelerator: see [Note: shared cores]
-        self.ready_s = ready_s  # before that it holds the queue, and does not go on
+
+class Queues:
+    """Advances time for a rank's channels, and for what does one job after the other.
+
+    The first job of each queue goes on. When it ends is known when it begins, or when what slows it begins or
+    ends: so time goes from one end to the next.
+    """
+
+    def __init__(self, rates: RankRates) -> None:
+        self.rates, self.now_s = rates, 0.0
+        self.jobs: tuple[deque[Job], ...] = tuple(deque() for _ in _QUEUES)
+        self.ends_s = [NEVER_S] * len(_QUEUES)  # when the first job ends, or (if it has not) begins
+        self._since_s = [0.0] * len(_QUEUES)  # and since when it goes on at its speed
+        self._going = 0  # bits of the queues whose first job goes on, and of the training thread's compute
+        self.speeds: tuple[float, ...] = (1.0,) * (len(_QUEUES) + 1)
+        self._known: dict[tuple[int, float], tuple[float, ...]] = {}
+        # Bits of those that others depend on: reads and writes, decoding; or each.
+        self._coupled = -1 if rates.cores or delay_s_per_byte(rates.channels) else 0b1000011
+        self.busy_s: defaultdict[str, float] = defaultdict(float)  # as in :class:`StepCost`
+
+    def add(self, queue: int, job: Job) -> None:
+        self.jobs[queue].append(job)
+        if self.jobs[queue][0] is job:
+            self._begin(queue)
+
+    def pass_on(self) -> bool:
+        """Let time pass until something ends or begins, and call what follows; False: nothing will."""
+        at_s = min(self.ends_s)
+        if at_s == NEVER_S:
+            return False
+        queue, self.now_s = self.ends_s.index(at_s), at_s
+        if self._going >> queue & 1:
+            job = self.jobs[queue].popleft()
+            self.busy_s[_QUEUES[queue]] += at_s - self._since_s[queue]
+            self._begin(queue)
+            job.then()
+        else:
+            self._begin(queue)
+        return True
+
+    def _begin(self, queue: int) -> None:
+        """Let the first job of a queue go on, if there is one that is ready."""
+        bit, jobs, end_s = 1 << queue, self.jobs[queue], NEVER_S
+        self._going &= ~bit
+        if jobs:
+            end_s = max(self.now_s, jobs[0].ready_s)
+            # One whose beginning changes nothing else may begin later.
+            if end_s <= self.now_s + _NOTHING_S or (end_s < NEVER_S and not self._coupled & bit):
+                self._going |= bit
+                self._since_s[queue] = end_s
+        if self._coupled & bit:
+            self._settle()
+        if self._going & bit:
+            speed = self.speeds[queue]
+            end_s = end_s + jobs[0].left_s / speed if speed else NEVER_S
+        self.ends_s[queue] = end_s
+
+    def let_on(self, queue: int, job: Job) -> None:
+        """Let a job go on that was not ready."""
+        job.ready_s = self.now_s
+        if self.jobs[queue][0] is job:
+            self._begin(queue)
+
+    def compute(self, *, goes_on: bool) -> None:
+        """Take note that the training thread computes from now on, or no longer."""
+        self._going = self._going & ~(1 << _COMPUTE) | goes_on << _COMPUTE
+        self._settle()
+
+    def _settle(self) -> None:
+        """Give what goes on the speed that it has beside the rest."""
+        going, before, now_s, threads = self._going, self.speeds, self.now_s, 0.0
+        if self.rates.cores:
+            first = [jobs[0].threads for i, jobs in enumerate(self.jobs) if going >> i & 1]
+            threads = sum(first, self.rates.threads * (going >> _COMPUTE & 1))
+        if (going, threads) not in self._known:
+            self._known[going, threads] = self._speeds_of(going, threads)
+        self.speeds = self._known[going, threads]
+        if self.speeds != before:
+            for i, jobs in enumerate(self.jobs):
+                speed = self.speeds[i]
+                if speed != before[i] and going >> i & 1:
+                    passed_s, self._since_s[i] = now_s - self._since_s[i], now_s
+                    self.busy_s[_QUEUES[i]] += passed_s
+                    jobs[0].left_s = max(0.0, jobs[0].left_s - before[i] * passed_s)
+                    self.ends_s[i] = now_s + jobs[0].left_s / speed if speed else NEVER_S
+
+    def _speeds_of(self, going: int, threads: float) -> tuple[float, ...]:
+        """Return the speed of each queue's first job, and of compute, while those of ``going`` go on."""
+        cores, rates = self.rates.cores, self.rates.channels
+        alone = (rates.write_bytes_per_s, rates.read_bytes_per_s, *[rates.host_bytes_per_s] * 2)
+        moved = [rate * (going >> i & 1) for i, rate in enumerate(alone)]
+        if moved[0] and moved[1]:
+            moved[1], moved[0] = mixed_rates(rates)
+        channels = [now / rate if now else 1.0 for now, rate in zip(moved, alone)]
+        share = min(1.0, cores / threads) if threads else 1.0
+        compute = max(LEAST_SPEED, 1 - delay_s_per_byte(rates) * sum(moved)) * share
+        if not cores and going >> _DECODE & 1:
+            compute *= 0.5  # they share the device
+        return (*channels, share, share, share, compute)
+
+    def busy_until_now(self) -> dict[str, float]:
+        found = self.busy_s.copy()
+        for i, name in enumerate(_QUEUES):
+            if self._going >> i & 1:
+                found[name] += max(0.0, self.now_s - self._since_s[i])
+        return found
 
 
 class VirtualClock:
-    """Advances time for a rank's channels, collectives, cores and device, and counts what they do.
-
-    Each has a queue, whose first job goes on. When that ends is known when it begins, or when what slows it
-    begins or ends: so time goes from one end to the next.
-    """
+    """Plays what the training thread does beside the queues of its rank, and counts what it takes."""
 
     def __init__(self, rates: RankRates, *, on_accelerator: bool) -> None:
-        self._rates, self.on_accelerator, self.now_s = rates, on_accelerator, 0.0
-        host = rates.channels.host_bytes_per_s
-        self._bytes_per_s = (rates.channels.write_bytes_per_s, rates.channels.read_bytes_per_s, host, host)
-        self._delay_s_per_byte = delay_s_per_byte(rates.channels)
-        self._queues: tuple[deque[Job], ...] = tuple(deque() for _ in _QUEUES)
-        self._ends_s = [NEVER_S] * len(_QUEUES)  # when the first job ends, or (if it has not) begins
-        self._began_s, self._since_s = ([0.0] * len(_QUEUES) for _ in range(2))  # and has its speed
-        self._going = 0  # bits of the queues whose first job goes on, and of the training thread's compute
-        self._speeds: tuple[float, ...] = (1.0,) * (len(_QUEUES) + 1)
-        self._known: dict[tuple[int, float], tuple[float, ...]] = {}
-        # Bits of those that others depend on: reads and writes, decoding; or each.
-        self._coupled = -1 if rates.cores or self._delay_s_per_byte else 0b1000011
-        self._passed_s = [0.0] * len(_QUEUES)  # for which each queue's jobs have gone on
-        #: As in :class:`StepCost`, since the beginning; of queues what they were not needed for.
-        self.busy_s: defaultdict[str, float] = defaultdict(float)
+        self.queues, self.on_accelerator = Queues(rates), on_accelerator
+        self.pass_on, self.busy_s = self.queues.pass_on, self.queues.busy_s
+        channels = rates.channels
+        self._bytes_per_s = (
+            channels.write_bytes_per_s,
+            channels.read_bytes_per_s,
+            *[channels.host_bytes_per_s] * 2,
+        )
+        #: As in :class:`StepCost`, since the beginning.
         self.nbytes: Counter[str] = Counter()
         self.stall_s: defaultdict[str, float] = defaultdict(float)
         self._skipped = StepCost(0.0, {}, {}, {}, 0)  # of micro-batches that were not played
 
     def wait(self, until: Callable[[], bool], cause: str) -> None:
         """Let time pass until ``until`` is true, and count it as a stall by ``cause``."""
-        began_s = self.now_s
+        began_s = self.queues.now_s
         while not until():
             if not self.pass_on():
                 break  # a lease beyond the budget: the runtime would give back what is kept in vain
-        self.stall_s[cause] += self.now_s - began_s
+        self.stall_s[cause] += self.queues.now_s - began_s
 
     def compute(self, work_s: float) -> None:
         """Let the training thread compute for ``work_s``, longer if other work shares the cores."""
         self.busy_s[COMPUTE] += work_s
-        for shares in (1, 0) if self._rates.cores else ():
-            self._going ^= 1 << _COMPUTE
-            self._settle()
-            if shares:
-                self._spend(work_s)
-        if not self._rates.cores:
-            self._spend(work_s)
+        self.queues.compute(goes_on=True)
+        self._spend(work_s, computes=True)
+        self.queues.compute(goes_on=False)
 
     def update(self, time_s: float) -> None:
         """Let an update take ``time_s`` of the training thread, or of what it waits for."""
@@ -450,15 +542,16 @@ class VirtualClock:
         self.stall_s[UPDATE] += time_s
         self._spend(time_s, computes=False)
 
-    def _spend(self, work_s: float, *, computes: bool = True) -> None:
+    def _spend(self, work_s: float, *, computes: bool) -> None:
+        queues = self.queues
         while work_s > _NOTHING_S:
-            speed, next_s = self._speeds[_COMPUTE] if computes else 1.0, min(self._ends_s)
-            end_s = self.now_s + work_s / speed
+            speed, next_s = queues.speeds[_COMPUTE] if computes else 1.0, min(queues.ends_s)
+            end_s = queues.now_s + work_s / speed
             if end_s < next_s:
-                self.now_s = end_s
+                queues.now_s = end_s
                 break
-            work_s -= speed * (next_s - self.now_s)
-            self.pass_on()
+            work_s -= speed * (next_s - queues.now_s)
+            queues.pass_on()
 
     def move(self, channel: Channel, nbytes: int, then: Callable[[], object]) -> None:
         self.count(channel, nbytes)
@@ -485,10 +578,10 @@ class VirtualClock:
 
     def send(self, channel: Channel, nbytes: int, then: Callable[[], object]) -> None:
         """Queue the transfer of bytes that were counted."""
-        rate = self._bytes_per_s[channel]
+        queues, rate = self.queues, self._bytes_per_s[channel]
         if rate > 0 and nbytes > 0:
-            ready_s = self.now_s + self._rates.channels.latency_s
-            self._add(int(channel), Job(nbytes / rate, then, 0.0, ready_s))
+            ready_s = queues.now_s + queues.rates.channels.latency_s
+            queues.add(int(channel), Job(nbytes / rate, then, 0.0, ready_s))
         else:
             then()
 
@@ -499,91 +592,14 @@ class VirtualClock:
 
         Returns what lets it go on.
         """
-        queue, job = _QUEUES.index(name), Job(time_s, then, threads, self.now_s if ready else NEVER_S)
-        self._add(queue, job)
-
-        def let_on() -> None:
-            job.ready_s = self.now_s
-            if self._queues[queue][0] is job:
-                self._begin(queue)
-
-        return let_on
-
-    def pass_on(self) -> bool:
-        """Let time pass until something ends or begins, and call what follows; False: nothing will."""
-        at_s = min(self._ends_s)
-        if at_s == NEVER_S:
-            return False
-        queue, self.now_s = self._ends_s.index(at_s), at_s
-        if self._going >> queue & 1:
-            job = self._queues[queue].popleft()
-            self._passed_s[queue] += at_s - self._began_s[queue]
-            self._begin(queue)
-            job.then()
-        else:
-            self._begin(queue)
-        return True
-
-    def _add(self, queue: int, job: Job) -> None:
-        self._queues[queue].append(job)
-        if self._queues[queue][0] is job:
-            self._begin(queue)
-
-    def _begin(self, queue: int) -> None:
-        """Let the first job of a queue go on, if there is one that is ready."""
-        bit, jobs, end_s = 1 << queue, self._queues[queue], NEVER_S
-        self._going &= ~bit
-        if jobs:
-            end_s = max(self.now_s, jobs[0].ready_s)
-            # One whose beginning changes nothing else may begin later.
-            if end_s <= self.now_s + _NOTHING_S or (end_s < NEVER_S and not self._coupled & bit):
-                self._going |= bit
-                self._began_s[queue] = self._since_s[queue] = end_s
-        if self._coupled & bit:
-            self._settle()
-        if self._going & bit:
-            speed = self._speeds[queue]
-            end_s = end_s + jobs[0].left_s / speed if speed else NEVER_S
-        self._ends_s[queue] = end_s
-
-    def _settle(self) -> None:
-        """Give what goes on the speed that it has beside the rest."""
-        going, before, now_s, threads = self._going, self._speeds, self.now_s, 0.0
-        if self._rates.cores:
-            first = [jobs[0].threads for i, jobs in enumerate(self._queues) if going >> i & 1]
-            threads = sum(first, self._rates.threads * (going >> _COMPUTE & 1))
-        if (going, threads) not in self._known:
-            self._known[going, threads] = self._speeds_of(going, threads)
-        self._speeds = self._known[going, threads]
-        if self._speeds != before:
-            for i, jobs in enumerate(self._queues):
-                speed = self._speeds[i]
-                if speed != before[i] and going >> i & 1:
-                    jobs[0].left_s = max(0.0, jobs[0].left_s - before[i] * (now_s - self._since_s[i]))
-                    self._since_s[i] = now_s
-                    self._ends_s[i] = now_s + jobs[0].left_s / speed if speed else NEVER_S
-
-    def _speeds_of(self, going: int, threads: float) -> tuple[float, ...]:
-        """Return the speed of each queue's first job, and of compute, while those of ``going`` go on."""
-        cores, rates = self._rates.cores, self._rates.channels
-        moved = [rate * (going >> i & 1) for i, rate in enumerate(self._bytes_per_s)]
-        if moved[0] and moved[1]:
-            moved[1], moved[0] = mixed_rates(rates)
-        channels = [now / alone if now else 1.0 for now, alone in zip(moved, self._bytes_per_s)]
-        share = min(1.0, cores / threads) if threads else 1.0
-        compute = max(LEAST_SPEED, 1 - self._delay_s_per_byte * sum(moved)) * share
-        if not cores and going >> _DECODE & 1:
-            compute *= 0.5  # they share the device
-        return (*channels, share, share, share, compute)
+        queue, job = _QUEUES.index(name), Job(time_s, then, threads, self.queues.now_s if ready else NEVER_S)
+        self.queues.add(queue, job)
+        return partial(self.queues.let_on, queue, job)
 
     def mark(self, device_peak_nbytes: int) -> StepCost:
         """Return the cost of all that has passed until now."""
-        busy_s = dict(self.busy_s)
-        for i, name in enumerate(_QUEUES):
-            now_s = max(0.0, self.now_s - self._began_s[i]) if self._going >> i & 1 else 0.0
-            if passed_s := self._passed_s[i] + now_s:
-                busy_s[name] = busy_s.get(name, 0.0) + passed_s
-        played = StepCost(self.now_s, busy_s, self.nbytes, self.stall_s, device_peak_nbytes)
+        queues, busy_s = self.queues, self.queues.busy_until_now()
+        played = StepCost(queues.now_s, busy_s, self.nbytes, self.stall_s, device_peak_nbytes)
         return played.plus(self._skipped, 1.0)
 
     def skip(self, each: StepCost, times: int) -> None:
@@ -593,8 +609,9 @@ class VirtualClock:
     @property
     def waiting(self) -> list[tuple[int, str]]:
         """Return of each queue the number of jobs that have not ended, and when the first one does."""
-        left_s = (end_s - self.now_s for end_s in self._ends_s)
-        return [(len(jobs), f"{each_s:.6g}") for jobs, each_s in zip(self._queues, left_s)]
+        queues = self.queues
+        left_s = (end_s - queues.now_s for end_s in queues.ends_s)
+        return [(len(jobs), f"{each_s:.6g}") for jobs, each_s in zip(queues.jobs, left_s)]
 
 
 class DeviceMemory:

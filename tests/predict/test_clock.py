@@ -24,6 +24,7 @@ from infinity.predict.step import (
     DECODE,
     LINKS,
     UPDATE,
+    Queues,
     StepCost,
     StepSetup,
     StepTrace,
@@ -257,8 +258,8 @@ def test_units_whose_states_are_on_the_device_move_nothing_at_all() -> None:
 def test_cost_grows_like_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted in events of the clock, since times of a busy machine say nothing."""
     counts, events = [], []
-    pass_on = VirtualClock.pass_on
-    monkeypatch.setattr(VirtualClock, "pass_on", lambda self: events.append(1) or pass_on(self))
+    pass_on = Queues.pass_on
+    monkeypatch.setattr(Queues, "pass_on", lambda self: events.append(1) or pass_on(self))
     for units in (50, 100, 200):
         events.clear()
         play_step(trace(units), setup(units, window=units // 5, micro_batches=2))
@@ -357,7 +358,7 @@ def test_a_gather_whose_shard_is_late_holds_the_reductions_behind_it() -> None:
     clock.serve(LINKS, 2.0, lambda: ended.append("reduction"))
     assert not clock.pass_on()  # nothing goes on
     let_on()
-    assert [clock.pass_on() and clock.now_s for _ in range(2)] == [1.0, 3.0]
+    assert [clock.pass_on() and clock.queues.now_s for _ in range(2)] == [1.0, 3.0]
     assert ended == ["gather", "reduction"]
     assert clock.mark(0).busy_s[LINKS] == 3.0
 
