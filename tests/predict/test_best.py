@@ -246,9 +246,10 @@ def test_the_largest_number_of_micro_batches_is_planned_and_no_larger_one_propos
 def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipe.yaml").write_text(
-        "model: {n_layers: 2, d_model: 64, n_heads: 2, seq_len: 32}\n"
-        "memory: {nvme: [nvme], activations: recompute, host: 8MiB, resident: false}\n"
-        "train: {batch_size: 1, accumulate: 4, steps: 2, eval_every: null}\n"
+        "model: {n_layers: 4, d_model: 64, n_heads: 2, seq_len: 32}\n"
+        "memory: {nvme: [nvme], activations: recompute, host: 8MiB, device: 1302528, resident: false}\n"
+        "train: {batch_size: 1, accumulate: 4, steps: 2, eval_every: null, dtype: bf16}\n"
+        "optim: {max_grad_norm: null}\n"
         "data: {files: [text.txt]}\nobserve: {progress: false}\nrun: {name: mine}\n"
     )
     (tmp_path / "text.txt").write_text("the quick brown fox\n" * 400)

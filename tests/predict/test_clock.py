@@ -18,7 +18,7 @@ from infinity.predict.machines import (
     NodesConfig,
     rank_rates,
 )
-from infinity.predict.play import play_step
+from infinity.predict.play import _Player, play_step
 from infinity.predict.step import (
     COMPUTE,
     DECODE,
@@ -201,6 +201,19 @@ def test_a_step_whose_micro_batches_repeat_takes_what_playing_each_of_them_says(
     assert cost.busy_s == pytest.approx(every.busy_s, rel=1e-6)
     assert cost.stall_s == pytest.approx(every.stall_s, rel=1e-6, abs=1e-6 * every.step_s)
     assert (cost.nbytes, cost.device_peak_nbytes) == (every.nbytes, every.device_peak_nbytes)
+
+
+def test_a_step_that_ends_as_it_began_is_not_played_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    played, play = [], _Player._play
+    monkeypatch.setattr(_Player, "_play", lambda self, first: played.append(1) or play(self, first))
+    step = trace(8, flops=1e13), setup(8, window=3)
+    cost, few = play_step(*step), len(played)
+    assert few == 2  # one of them for what earlier steps leave
+    monkeypatch.setattr(VirtualClock, "waiting", property(lambda self: object()))  # it never does
+    every = play_step(*step)
+    assert len(played) - few > few
+    assert (cost.step_s, cost.nbytes) == (pytest.approx(every.step_s, rel=1e-9), every.nbytes)
+    assert cost.busy_s == pytest.approx(every.busy_s, rel=1e-9)
 
 
 @pytest.mark.parametrize("units", [300, pytest.param(20_000, marks=pytest.mark.slow)])
