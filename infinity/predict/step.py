@@ -26,7 +26,14 @@ from infinity.partition.mover import Item
 from infinity.partition.mover import Stored as StoredItem
 from infinity.partition.prefetcher import Prefetcher
 from infinity.planner.prefetch_plan import Actions, Event, Kind, Plan, make_plan
-from infinity.planner.simulator import LEAST_SPEED, NEVER_S, Channel, delay_s_per_byte, mixed_rates
+from infinity.planner.simulator import (
+    LEAST_SPEED,
+    NEVER_S,
+    Channel,
+    channel_rates,
+    delay_s_per_byte,
+    mixed_rates,
+)
 from infinity.planner.updates import StepOrder
 from infinity.predict.machines import RankRates
 
@@ -34,8 +41,9 @@ from infinity.predict.machines import RankRates
 COMPUTE, LINKS, UPDATE, DECODE = "compute", "links", "update", "decode"
 #: Work that takes less has ended (s).
 _NOTHING_S = 1e-12
-#: Queues of the clock: channels, and what does one job after the other. Beside them the training thread.
-_QUEUES = [*(channel.label for channel in Channel), LINKS, UPDATE, DECODE]
+#: Queues of the clock: channels, but those of codecs, and what does one job after the other. Beside them the
+#: training thread.
+_QUEUES = [*(channel.label for channel in list(Channel)[:4]), LINKS, UPDATE, DECODE]
 _DECODE, _COMPUTE = 6, 7
 #: The turn of a gradient whose memory no longer counts until the next one has begun.
 OVER = -1
@@ -485,7 +493,7 @@ class Queues:
     def _speeds_of(self, going: int, threads: float) -> tuple[float, ...]:
         """Return the speed of each queue's first job, and of compute, while those of ``going`` go on."""
         cores, rates = self.rates.cores, self.rates.channels
-        alone = (rates.write_bytes_per_s, rates.read_bytes_per_s, *[rates.host_bytes_per_s] * 2)
+        alone = channel_rates(rates)[:4]
         moved = [rate * (going >> i & 1) for i, rate in enumerate(alone)]
         if moved[0] and moved[1]:
             moved[1], moved[0] = mixed_rates(rates)
@@ -510,12 +518,7 @@ class VirtualClock:
     def __init__(self, rates: RankRates, *, on_accelerator: bool) -> None:
         self.queues, self.on_accelerator = Queues(rates), on_accelerator
         self.pass_on, self.busy_s = self.queues.pass_on, self.queues.busy_s
-        channels = rates.channels
-        self._bytes_per_s = (
-            channels.write_bytes_per_s,
-            channels.read_bytes_per_s,
-            *[channels.host_bytes_per_s] * 2,
-        )
+        self._bytes_per_s = channel_rates(rates.channels)
         #: As in :class:`StepCost`, since the beginning.
         self.nbytes: Counter[str] = Counter()
         self.stall_s: defaultdict[str, float] = defaultdict(float)
