@@ -297,7 +297,7 @@ ROOM_BUDGETS = {
     "optim": 2934,
     "partition": 2776,
     "planner": 2331,
-    "predict": 4949,
+    "predict": 5054,
     "recipes": 1607,
     "shards": 5244,
 }
