@@ -19,7 +19,10 @@ import resource
 import statistics
 import sys
 import time
+import timeit
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -392,6 +395,31 @@ def _predicted(row: Row) -> list[str]:
     ]
 
 
+def print_rates() -> None:
+    """What each codec makes of what it is for, and its GB/s on one core, beside a copy of the same memory."""
+    from infinity.activations.codecs import Code
+
+    def rate(tensor: Tensor, call: Callable[[], object]) -> str:
+        return f"{tensor.nbytes / min(timeit.repeat(call, number=1, repeat=15)) / 1e9:.1f}"
+
+    x, y, rows = torch.randn(2**18), torch.randn(2**19), []
+    for name, what, values in (
+        ("bits", "mask, bool", torch.randn(2**20) > -1.3),
+        ("bits", "noise of dropout, fp32", (x > -1.3) / 0.9),
+        ("zeros", "ReLU, fp32", x.relu()),
+        ("zeros", "ReLU, bf16", y.relu().bfloat16()),
+        ("exponents", "fp32", x),
+        ("exponents", "bf16", y.bfloat16()),
+        *((name, "fp32", x) for name in LOSSY),
+    ):
+        piece, code = values.view(torch.uint8).flatten(), Code(name, values.dtype)
+        out, back = torch.empty_like(piece), torch.empty_like(piece)
+        there = out[: code.put(piece, out)]
+        calls = partial(code.put, piece, out), partial(code.get, there, back), partial(back.copy_, piece)
+        rows.append([name, what, f"{len(there) / len(piece):.3f}", *(rate(piece, call) for call in calls)])
+    print_table(["codec", "of", "bytes", "encode GB/s", "decode GB/s", "copy GB/s"], rows)
+
+
 COLUMNS = [
     *("model", "activations", "peak MB", "/ keep", "step s", "/ keep", "stored MB", "recomputed"),
     *("first s", "predicted s", "bound s", "predicted MB", "profiled / step", "planning s", "peak RSS GB"),
@@ -415,6 +443,8 @@ def main(argv: list[str] | None = None) -> None:
     options = options_of(argv)
     if (wanted := tunables(os.environ)) is not None:  # as infinity train; it begins with the next process
         os.environ["GLIBC_TUNABLES"] = wanted
+    if options.codecs:
+        print_rates()
     claims: list[Claim] = []
     with folder_on(options.nvme, "activations") as folder:
         if fio.available():
