@@ -367,9 +367,11 @@ def real(model: str, options: Any, folder: Path) -> tuple[list[list[str]], list[
         begin(way, way)
     begin(f"plan, {AT_47}", "plan", int(0.47 * rows["keep"].peak))
     begin(f"plan, {AT_RECOMPUTE}", "plan", rows["recompute"].peak)
-    where = folder / f"planned {model}"
-    rows[f"plan, {AT_47}"].actor.call("saved", str(where))
-    planning = Planning.load(where)
+    plans: dict[str, Planning] = {}
+    for title in (f"plan, {AT_47}", f"plan, {AT_RECOMPUTE}"):
+        rows[title].actor.call("saved", str(folder / title))
+        plans[title] = Planning.load(folder / title)
+    planning = plans[f"plan, {AT_47}"]
     for number in range(options.rounds):
         turns = list(rows.values())
         for row in turns[number % len(turns) :] + turns[: number % len(turns)]:
@@ -380,14 +382,14 @@ def real(model: str, options: Any, folder: Path) -> tuple[list[list[str]], list[
             raise SystemExit(f"{model}, {title}: its losses are not those of keep")
         row.actor.close()
     keep = rows["keep"]
-    kept = play(planning.profile, ActivationPlan("keep"), planning.hardware)
     table, claims = [], []
     for title, row in rows.items():
         clock = row.figures["predicted"]
         if clock is None:
             plan = simple_plan(title, planning.profile, planning.hardware)
             clock = asdict(play(planning.profile, plan, planning.hardware))
-        over, peak = clock["step_s"] / kept.step_s, clock["peak_nbytes"]
+        kept_s = plans.get(title, planning).kept.step_s  # of the same process: paces differ
+        over, peak = clock["step_s"] / kept_s, clock["peak_nbytes"]
         table.append(
             [
                 model, title, f"{row.peak / 1e6:.1f}", f"{peak / 1e6:.1f}", f"{row.median_s:.3f}",
