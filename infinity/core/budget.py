@@ -49,7 +49,7 @@ class UnitSizes:
     full: int  # the flat buffer; a full gradient takes the same
     shard_grad: int  # the reduced gradient
     shard_weight: int
-    streams: bool  # its full values come and go
+    streams: bool  # its full values come and go, or its gradient borrows of the window beside others
     on_nvme: bool
     trainable: bool
     waits: bool  # its gradient, in device memory, for ``step`` or for the last micro-batch

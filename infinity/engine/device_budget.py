@@ -184,7 +184,10 @@ class UnitBudget:
         division, weights, trained, largest = self.division, 0, 0, 0
         for block in blocks:
             sizes = {i: unit.gathered_nbytes for i in block if self._tiers.streams(unit := self._units[i])}
-            own = [sizes[i] for i in sizes.keys() & self._given.trained]
+            takes = (
+                i for i in block & self._given.trained if self._takes_window(self._units[i], trainable=True)
+            )
+            own = [self._units[i].gathered_nbytes for i in takes]
             weights, trained = max(weights, sum(sizes.values())), max(trained, sum(own))
             largest = max(largest, *own, 0)
         # A block's gradients come together, after its last micro-batch. Of gradients that come one by one,
@@ -214,6 +217,10 @@ class UnitBudget:
             self._divide(replace(self._given, block=weights + gradients))
             division, free = self.division, self.division.window
         return max(weights, min(division.window, free - gradients))
+
+    def _takes_window(self, unit: Unit, *, trainable: bool) -> bool:
+        """Whether a unit is in the window, or, on several ranks, a gradient that borrows of it."""
+        return self._tiers.streams(unit) or (trainable and self._ranks.world_size > 1)
 
     def _trained_now(self) -> frozenset[int]:
         return frozenset(unit.index for unit in self._units if unit.trainable)
@@ -282,7 +289,7 @@ class UnitBudget:
             full=unit.nbytes,
             shard_grad=self._tiers.gradient_nbytes(unit),
             shard_weight=unit.shard_nbytes if stored is None or thawed else stored.shard_nbytes,
-            streams=self._tiers.streams(unit),
+            streams=self._takes_window(unit, trainable=trainable),
             on_nvme=on_nvme,
             trainable=trainable,
             waits=waits,
