@@ -290,7 +290,7 @@ ROOM_BUDGETS = {
     "core": 2253,
     "data": 2725,
     "device": 1201,
-    "engine": 4887,
+    "engine": 4894,
     "integrations": 786,
     "nvme": 1207,
     "observe": 996,
