@@ -9,7 +9,7 @@ and still holds at one time, as counted; weights, gradients and states are left 
 With ``--codecs`` the rows are offload and plan with each codec instead. T5 has ReLU and dropout.
 
     python benchmarks/activations.py [--quick] [--json FILE] [--models llama,bert,t5] [--nvme DIR]
-                                     [--codecs never,auto,fp8,2bit]
+                                     [--codecs never,auto,int8,2bit]
 """
 
 import contextlib
@@ -46,7 +46,7 @@ BESIDE = "keep, fio beside"
 #: Pixels of a side of ViT's patches.
 PATCH = 16
 AS_RECOMPUTE = "plan, recompute's peak"
-LOSSY = ("fp8", "int8", "2bit")
+LOSSY = ("int8", "2bit")
 TARGET_PEAK, TARGET_TIME, TARGET_PREDICTED, TARGET_BOUND = 0.53, 1.03, 0.10, 1.05
 
 
@@ -408,8 +408,6 @@ def print_rates() -> None:
         ("bits", "noise of dropout, fp32", (x > -1.3) / 0.9),
         ("zeros", "ReLU, fp32", x.relu()),
         ("zeros", "ReLU, bf16", y.relu().bfloat16()),
-        ("exponents", "fp32", x),
-        ("exponents", "bf16", y.bfloat16()),
         *((name, "fp32", x) for name in LOSSY),
     ):
         piece, code = values.view(torch.uint8).flatten(), Code(name, values.dtype)
@@ -429,7 +427,7 @@ COLUMNS = [
 def options_of(argv: list[str] | None) -> Any:
     parser = Options(__doc__, "small models, one round: some minutes", rounds=5, every="every policy")
     parser.add_argument("--models", default="llama,bert,t5")
-    parser.add_argument("--codecs", default="", help="such as never,auto,fp8,2bit")
+    parser.add_argument("--codecs", default="", help="such as never,auto,int8,2bit")
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--vocabulary", type=int, default=16_000)
     parser.add_argument("--layers", type=int, default=12)

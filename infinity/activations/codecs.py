@@ -52,7 +52,6 @@ def _is_float(dtype: torch.dtype) -> bool:
 CODECS: dict[str, Callable[[torch.dtype], bool]] = {
     "bits": lambda dtype: True,
     "zeros": lambda dtype: dtype.itemsize > 1,
-    "exponents": lambda dtype: dtype in (torch.bfloat16, torch.float32),
     **dict.fromkeys(LOSSY_CODECS, _is_float),
 }
 _EXACT = CODECS.keys() - LOSSY_CODECS

@@ -80,80 +80,6 @@ def decode_zeros(coded: Array, words: Array) -> None:
 
 
 @inlined
-def _planes(words: Array, out: Array) -> Any:
-    """Return 4 bits for each exponent, its block's largest, sign and mantissa's first 7 bits, the others."""
-    n, half = words.size, words.size // 2
-    low = (words.itemsize - 2) * n
-    high, bases = low + n, low + n + half
-    rest = bases + n // BLOCK
-    return out[high:bases], out[bases:rest], out[low:high], out[:low].view(np.uint16), out[rest:]
-
-
-@inlined
-def _exponent(word: Any, itemsize: int) -> Any:
-    return (_U32(word) >> _U32(8 * itemsize - 9)) & _U32(255)
-
-
-@jit
-def encode_exponents(words: Array, out: Array, at: Any) -> Any:
-    """Write how far each exponent is below its block's largest; 14: it is zero; 15: it comes at the end."""
-    codes, bases, high, low, far = _planes(words, out)
-    count, half, size = np.int64(0), BLOCK // 2, words.itemsize
-    for block in range(bases.size):
-        word, most, escapes = words[BLOCK * block : BLOCK * (block + 1)], _U32(0), _U32(0)
-        code, top = codes[half * block : half * (block + 1)], high[BLOCK * block : BLOCK * (block + 1)]
-        for i in range(BLOCK):
-            most = max(most, _exponent(word[i], size))
-            bits = _U32(word[i]) >> _U32(8 * size - 16)
-            top[i] = (bits & _U32(127)) | ((bits >> _U32(8)) & _U32(128))
-        bases[block] = most
-        for i in range(half):
-            both = _U32(0)
-            for side in range(2):
-                exponent = _exponent(word[i + half * side], size)
-                below = min(_U32(most - exponent), _U32(15))
-                if below >= 14:
-                    below = _U32(15) if exponent else _U32(14)
-                escapes |= _U32(below == 15)
-                both |= below << _U32(4 * side)
-            code[i] = both
-        if escapes:
-            if count + BLOCK > far.size:
-                return 0
-            for i in range(BLOCK):
-                if (code[i % half] >> _U8(4 * (i // half))) & _U8(15) == 15:
-                    far[count] = _exponent(word[i], size)
-                    count += 1
-    for i in range(low.size):
-        low[i] = words[i]
-    return out.size - far.size + count
-
-
-@jit
-def decode_exponents(coded: Array, words: Array) -> None:
-    codes, bases, high, low, far = _planes(words, coded)
-    count, half, shift = np.int64(0), BLOCK // 2, _U32(8 * words.itemsize - 16)
-    for block in range(bases.size):
-        word, most, escapes = words[BLOCK * block : BLOCK * (block + 1)], _U32(bases[block]), _U32(0)
-        code, top = codes[half * block : half * (block + 1)], high[BLOCK * block : BLOCK * (block + 1)]
-        for side in range(2):
-            for i in range(half):
-                below = (_U32(code[i]) >> _U32(4 * side)) & _U32(15)
-                escapes |= _U32(below == 15)
-                bits = _U32(top[i + half * side])
-                bits = (bits & _U32(127)) | ((bits & _U32(128)) << _U32(8))
-                bits |= _U32(most - below if below < 14 else _U32(0)) << _U32(7)
-                word[i + half * side] = bits << shift
-        if escapes:
-            for i in range(BLOCK):
-                if (code[i % half] >> _U8(4 * (i // half))) & _U8(15) == 15:
-                    word[i] |= _U32(far[count]) << (shift + _U32(7))
-                    count += 1
-    for i in range(low.size):
-        words[i] |= low[i]
-
-
-@inlined
 def _largest(x: Array) -> Any:
     """Return the largest magnitude; infinite if a value is not finite."""
     most, bits = np.zeros(1, _I32), x.view(_I32)
@@ -162,55 +88,12 @@ def _largest(x: Array) -> Any:
     return most.view(_F32)[0] if most[0] < 0x7F800000 else _F32(np.inf)
 
 
-@inlined
-def _groups(x: Array, coded: Array) -> Any:
-    """Return the scale of each group of a block, and where the codes begin."""
-    scales = coded[: x.size // BLOCK * 4]
-    return scales.view(_F32), coded[scales.size :]
-
-
-@jit
-def encode_fp8(x: Array, out: Array, at: Any) -> Any:
-    """Round to e4m3 of each group's largest / 448, to nearest with ties to even."""
-    scales, codes = _groups(x, out)
-    share = np.empty(BLOCK, _F32)
-    bits = share.view(_U32)
-    for group in range(scales.size):
-        part, code = x[BLOCK * group : BLOCK * (group + 1)], codes[BLOCK * group : BLOCK * (group + 1)]
-        most = _largest(part)
-        if most == np.inf:
-            return 0
-        scales[group] = most / _F32(448) if most > _LEAST else _F32(0)
-        factor = _F32(448) / most if most > _LEAST else _F32(0)
-        for i in range(BLOCK):
-            share[i] = min(abs(part[i]) * factor, _F32(448))
-        for i in range(BLOCK):
-            small = _U32(_I32(np.rint(share[i] * _F32(512))))
-            near = ((bits[i] + _U32(0x7FFFF) + ((bits[i] >> _U32(20)) & _U32(1))) >> _U32(20)) - _U32(960)
-            code[i] = (small if share[i] < _F32(2**-6) else near) | (_U32(part[i] < 0) << _U32(7))
-    return 4 * scales.size + x.size
-
-
-@jit
-def decode_fp8(coded: Array, x: Array) -> None:
-    scales, codes = _groups(x, coded)
-    bits = np.empty(256, _U32)
-    table = bits.view(_F32)
-    for code in range(256):
-        bits[code] = ((code & 127) << 20) + (120 << 23)
-        if code & 127 < 8:
-            table[code] = _F32(code & 127) * _F32(2**-9)
-        if code > 127:
-            table[code] = -table[code]
-    for i in range(x.size):
-        x[i] = table[codes[i]] * scales[i // BLOCK]
-
-
 @jit
 def encode_int8(x: Array, out: Array, at: Any) -> Any:
     """Round to 127 steps of each group's largest, to nearest."""
-    scales, codes = _groups(x, out)
-    for group in range(scales.size):
+    groups = x.size // BLOCK
+    scales, codes = out[: 4 * groups].view(_F32), out[4 * groups :]
+    for group in range(groups):
         part, code = x[BLOCK * group : BLOCK * (group + 1)], codes[BLOCK * group : BLOCK * (group + 1)]
         most = _largest(part)
         if most == np.inf:
@@ -219,13 +102,14 @@ def encode_int8(x: Array, out: Array, at: Any) -> Any:
         factor = _F32(127) / most if most > _LEAST else _F32(0)
         for i in range(BLOCK):
             code[i] = _I32(np.rint(part[i] * factor)) + _I32(128)
-    return 4 * scales.size + x.size
+    return 4 * groups + x.size
 
 
 @jit
 def decode_int8(coded: Array, x: Array) -> None:
-    scales, codes = _groups(x, coded)
-    for group in range(scales.size):
+    groups = x.size // BLOCK
+    scales, codes = coded[: 4 * groups].view(_F32), coded[4 * groups :]
+    for group in range(groups):
         for i in range(BLOCK * group, BLOCK * (group + 1)):
             x[i] = _F32(_I32(codes[i]) - _I32(128)) * scales[group]
 

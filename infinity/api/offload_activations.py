@@ -62,7 +62,7 @@ def offload_activations(
         policy: ``plan``; or ``keep``, ``offload`` or ``recompute`` for everything.
         nvme: One directory for each drive; by default the system's directory for temporary files.
         host: Pinned host memory beside an accelerator; by default half of what is free.
-        codec: As ``memory.codec`` of a recipe: ``auto``, ``never``, ``fp8``, ``int8`` or ``2bit``.
+        codec: As ``memory.codec`` of a recipe: ``auto``, ``never``, ``int8`` or ``2bit``.
         first_step: Optimizer steps before this loop, for the random numbers of ``2bit``.
 
     Yields what has the plan as ``planning``, its cost as ``measured()``, and bytes in ``cache.stats``.

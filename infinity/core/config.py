@@ -202,7 +202,7 @@ def _text(value: Any, *, path: bool) -> str:
 
 
 #: Values of ``memory.codec`` by which activations lose precision.
-LOSSY_CODECS = ("fp8", "int8", "2bit")
+LOSSY_CODECS = ("int8", "2bit")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,9 +235,9 @@ class MemoryConfig(Config):
         "that fits, where infinity train plans; else plan if memory.device is set, or keep (with "
         "train.schedule=layer: but for what does not fit)",
     )
-    codec: Literal["auto", "never", "fp8", "int8", "2bit"] = setting(
+    codec: Literal["auto", "never", "int8", "2bit"] = setting(
         "auto",
-        "code activations that are stored; auto: exactly, where that is measured to pay; fp8, int8, 2bit: "
+        "code activations that are stored; auto: exactly, where that is measured to pay; int8, 2bit: "
         "with less precision, all that gradients flow through (without an accelerator)",
     )
     logits: Literal["auto", "whole", "slices"] = setting(

@@ -88,7 +88,7 @@ class CodedForm:
 
     @property
     def is_fixed(self) -> bool:
-        """Return whether a code is as long in every step; zeros and exponents become fewer or more."""
+        """Return whether a code is as long in every step; zeros become fewer or more."""
         return not self.exact or self.codec == "bits"
 
     def pays(self, nbytes: int, hardware: "Hardware") -> bool:

@@ -39,7 +39,7 @@ def patterns(seed: int, kind: str, nbytes: int) -> Tensor:
     random = np.random.default_rng(seed)
     words = random.integers(0, 2**32, nbytes // 4 + 1, dtype=np.uint32)
     if kind == "two":
-        words = words[:2][random.integers(0, 2, len(words))]
+        words = words[random.integers(0, min(2, len(words)), len(words))]
     elif kind == "zeros":
         words *= random.random(len(words)) < 0.2
     elif kind == "floats":
@@ -72,8 +72,6 @@ def test_every_bit_pattern_comes_back(
         ("bits", lambda x: x > 0, 1 / 8 + 0.01),
         ("bits", lambda x: (x > -1) / 0.9, 1 / 32 + 0.01),
         ("zeros", torch.relu, 0.5 + 1 / 32 + 0.03),
-        ("exponents", lambda x: x, 28 / 32 + 0.01),
-        ("exponents", lambda x: x.bfloat16(), 12 / 16 + 0.01),
     ],
 )
 def test_what_each_exact_codec_is_for_gets_as_small_as_it_promises(
@@ -85,7 +83,7 @@ def test_what_each_exact_codec_is_for_gets_as_small_as_it_promises(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("name", "bits"), [("fp8", 8.25), ("int8", 8.25), ("2bit", 2.5)])
+@pytest.mark.parametrize(("name", "bits"), [("int8", 8.25), ("2bit", 2.5)])
 def test_less_precision_takes_so_many_bits_and_is_off_by_no_more_than_a_step(
     name: str, bits: float, dtype: torch.dtype
 ) -> None:
@@ -97,21 +95,10 @@ def test_less_precision_takes_so_many_bits_and_is_off_by_no_more_than_a_step(
     off, rows = (back.view(dtype).view_as(x).float() - x.float()).abs(), x.float()
     most = rows.abs().amax(1, keepdim=True)
     step = {
-        "fp8": (rows.abs() / 16).maximum(most / 448 / 512),
         "int8": most / 127 / 2,
         "2bit": (rows.amax(1) - rows.amin(1))[:, None] / 3,
     }[name]
     assert bool((off <= step * 1.001 + most * torch.finfo(dtype).eps + 1e-37).all())
-
-
-def test_fp8_rounds_as_torch_does() -> None:
-    x = torch.cat([torch.tensor([448.0]), torch.linspace(-3, 3, 255)]).repeat(4)
-    x[300:600] *= 2**-7  # codes without a leading one
-    _, back = through(Code("fp8", torch.float32), x.view(torch.uint8))
-    x = x.view(-1, 256)
-    scale = x.abs().amax(1, keepdim=True) / 448
-    wanted = (x * (448 / x.abs().amax(1, keepdim=True))).to(torch.float8_e4m3fn).float() * scale
-    assert torch.equal(back.view(torch.float32).view(-1, 256), wanted)
 
 
 def test_2_bits_are_right_on_average_the_same_for_a_seed_and_in_any_pieces() -> None:
@@ -215,7 +202,7 @@ def test_gradients_are_the_same_bits_through_each_exact_codec(stage: Stage, plac
     stage.assert_empty()
 
 
-@pytest.mark.parametrize("codec", ["fp8", "2bit"])
+@pytest.mark.parametrize("codec", ["int8", "2bit"])
 def test_where_a_storage_that_loses_precision_waits_changes_no_number(tmp_path: Path, codec: str) -> None:
     stored, activations = losses(tmp_path, 9, policy="offload", codec=codec)
     assert stored != losses(tmp_path, 9)[0]
@@ -290,7 +277,7 @@ def test_a_view_in_another_dtype_of_what_loses_precision_is_exact(stage: Stage) 
 @pytest.mark.parametrize(
     ("how", "error"),
     [
-        ({"policy": "keep", "codec": "fp8"}, SettingError),
+        ({"policy": "keep", "codec": "int8"}, SettingError),
         ({"policy": "recompute", "codec": "2bit"}, SettingError),
         ({"policy": "plan", "codec": "zstd"}, ValueError),
     ],

@@ -129,7 +129,7 @@ def plans(draw, keys: list[SlotKey], blocks: int) -> ActivationPlan:
     return ActivationPlan(
         "plan", places, tuple(loads), frozenset(2 * b + 1 for b in recomputed),
         draw(st.sampled_from([None, 0])), tuple(waits),
-        {key: draw(st.sampled_from(["bits", "zeros", "exponents"])) for key in keys if places[key].is_coded},
+        {key: draw(st.sampled_from(["bits", "zeros"])) for key in keys if places[key].is_coded},
     )  # fmt: skip
 
 

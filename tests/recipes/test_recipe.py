@@ -92,7 +92,7 @@ def test_a_recipe_round_trips_through_its_yaml(tmp_path: Path) -> None:
             (
                 "known: memory.device, memory.host, memory.nvme, memory.versions, memory.resident, "
                 "memory.engine, memory.activations, memory.codec, memory.logits, memory.updates, "
-                "memory.numa, memory.verify"
+                "memory.shared, memory.numa, memory.verify"
             ),
         ),
         (
