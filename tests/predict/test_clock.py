@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from infinity.core.budget import DeviceBudget
@@ -187,8 +187,17 @@ def steps(draw) -> tuple[StepTrace, StepSetup]:
     return trace(units, flops=draw(st.sampled_from([1e8, 1e10, 1e12, 3e13])), stored=stored), made
 
 
+def collectives_that_lag(micro_batches: int) -> tuple[StepTrace, StepSetup]:
+    """As many wait at the end of each of the first micro-batches, each time for longer; then for memory."""
+    made = setup(1, ranks=2, window=3, micro_batches=micro_batches)
+    made = replace(made, units=(replace(made.units[0], on_nvme=False),), early=False, piece_nbytes=None)
+    return trace(1, flops=1e8), replace(made, division=replace(made.division, total=223136972))
+
+
 @settings(deadline=None, max_examples=60)
 @given(steps())
+@example(collectives_that_lag(6))
+@example(collectives_that_lag(9))
 def test_a_step_whose_micro_batches_repeat_takes_what_playing_each_of_them_says(
     step: tuple[StepTrace, StepSetup],
 ) -> None:
