@@ -89,6 +89,8 @@ class NodeMemory:
 class SharedSlice(HostBuffer):
     """One rank's slice of a place, lent by a pool of host memory; ``whole`` are the slices of all ranks."""
 
+    is_kept = False  # it is shorter than whole pages of its size, and its place is all ranks'
+
     def __init__(self, memory: NodeMemory, begin: int, nbytes: int) -> None:
         self.nbytes, self.device, self.events = rounded(nbytes), torch.device("cpu"), []
         self._owner, own = memory, begin + memory.rank * nbytes

@@ -60,6 +60,8 @@ _SLICE_S = 0.5
 class HostBuffer:
     """Owns a private anonymous mapping, on huge pages if it is that large, page-locked for an accelerator."""
 
+    is_kept = True  # for the next lease of its size
+
     def __init__(self, nbytes: int, device: torch.device | None = None) -> None:
         self.nbytes, self.device = nbytes, device or torch.device("cpu")
         self.events: list[torch.Event] = []  # which the next user waits for
@@ -120,6 +122,8 @@ def _unlock_pages(owner: int, address: int, device: torch.device, events: list[t
 
 class DeviceBuffer:
     """Owns accelerator memory, from torch's allocator, on a pool's stream."""
+
+    is_kept = True
 
     def __init__(self, nbytes: int, device: torch.device, stream: torch.Stream | None) -> None:
         self.nbytes, self.device, self._stream = nbytes, device, stream
@@ -390,7 +394,7 @@ class Pool:
             buffer, lease.lent = lease.lent, None
             if buffer is None:
                 return
-            who, closed = self._lent.pop(buffer), self._closed
+            who, closed = self._lent.pop(buffer), self._closed or not buffer.is_kept
             if closed or self._lends_at_once or not buffer.events:
                 self._count_back(buffer.nbytes)
                 if not closed:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from infinity.comm.ranks import Ranks, all_ranks_or_raise
-from infinity.core.errors import StateError
+from infinity.core.errors import InfinityError, StateError
 from infinity.core.process import UninterruptedExit, uninterrupted
 from infinity.engine.executor import StepExecutor
 from infinity.partition.init_context import Construction
@@ -254,7 +254,7 @@ class FullValues:
         updates.drain()
         updates.records.land_residents()  # whose memory is written
         self.ranks.least(1, "averages of weights")  # no rank uses the weights any more
-        with UninterruptedExit() as stack:
+        with self._ending_together(), UninterruptedExit() as stack:
             with uninterrupted, all_ranks_or_raise(self.ranks, "putting averages in the place of weights"):
                 self._change(trained)
                 stack.callback(self._change, trained)
@@ -262,9 +262,20 @@ class FullValues:
                     stack.callback(self.tiers.put_average(unit))
                 stack.callback(self._change, trained)
                 self._change(trained)
+            with self._ending_together():  # no rank uses the averages any more
+                yield
+
+    @contextlib.contextmanager
+    def _ending_together(self) -> Iterator[None]:
+        """Wait for other ranks at the end of the block, also if it raises: they read what is written next."""
+        try:
             yield
-            self.ranks.least(1, "averages of weights")  # nor the averages
-        self.ranks.wait_for_writes("averages of weights")
+        except Exception:
+            if not self.ranks.on_accelerator:
+                with contextlib.suppress(InfinityError):  # another rank has ended: this one's own error tells
+                    self.ranks.least(1, "averages of weights")
+            raise
+        self.ranks.least(1, "averages of weights")
 
     def _change(self, units: Iterable[Unit]) -> None:
         """Take note that weights of units are written, or will be: copies of them are stale."""

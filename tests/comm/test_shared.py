@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import os
 import signal
+import time
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ import torch.distributed as dist
 import infinity
 from infinity.comm import shared
 from infinity.comm.nodes import Nodes
+from infinity.core.nbytes import HUGE_NBYTES
+from infinity.device.memory import HostPool
 from infinity.engine.runtime import runtime_of
 from tests.helpers import models
 from tests.helpers.launch import mark, run_ranks, several, start_ranks
@@ -129,6 +132,49 @@ def test_every_rank_reads_what_rank_0_wrote_and_none_what_was_dropped():
     one, other = run_ranks(writes, 2)
     assert one == other
     assert one[:3] == ((7.0, 0.0), (7.0, 0.0), 1.0)
+
+
+class Left(Exception):
+    pass
+
+
+def leaves_averages(how: str) -> Any:
+    """Every rank leaves the block of averages by an exception, rank 1 later, and goes on with training."""
+    (rank, world), losses = place(), list[float]()
+    with opened(f"memory.shared={how}") as (model, batch, _):
+        optimizer = infinity.AdamW(model, lr=0.1, ema=0.9, max_grad_norm=1.0)
+        for step in range(3):
+            loss = model(**batch(step, rank, world)).loss
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+            with contextlib.suppress(Left), infinity.ema(model):
+                for number in range(1 + 2 * rank):
+                    losses.append(model(**batch(number, rank, world)).loss.item())
+                    time.sleep(0.1 * rank)
+                raise Left
+        return losses, digest(infinity.state_dict(model, every_rank=True))
+
+
+def test_weights_are_back_on_every_rank_when_an_exception_leaves_their_averages():
+    for shared_weights, gathered in run_ranks(
+        several, 2, (leaves_averages, "auto"), (leaves_averages, "never")
+    ):
+        assert shared_weights == gathered
+
+
+def test_a_slice_that_is_given_back_is_not_lent_for_something_else():
+    nbytes = HUGE_NBYTES + 4096  # in whole pages as much as two huge ones
+    with open(os.memfd_create("test"), "r+b") as file, contextlib.closing(HostPool(2**30)) as pool:
+        os.ftruncate(file.fileno(), 2**30)
+        memory = shared.NodeMemory(0, 2, os.dup(file.fileno()))
+        lease = pool.lease(nbytes, who="weights", made=memory.slice)
+        lease.tensor.fill_(1)
+        lease.release()
+        assert os.fstat(file.fileno()).st_blocks * 512 < nbytes  # its pages have gone
+        with pool.lease(2 * HUGE_NBYTES, who="a chunk") as other:
+            assert len(other.tensor) == len(other.memory) == 2 * HUGE_NBYTES
+        memory.close()
 
 
 def leaves() -> Any:
