@@ -118,16 +118,31 @@ def _array(tensor: Tensor) -> Array:
     return np.frombuffer(memory, np.uint8)
 
 
-#: Names of nodes that only view or cast.
-_VIEWS = ["T", "Transpose", "Permute", "View", "ReshapeAlias", "Unsqueeze", "Squeeze", "ToCopy", "Alias"]
+#: Names of nodes that only view, copy or cast: also one expert's, or a part of a joint projection.
+_VIEWS = (
+    *("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze", "Alias"),
+    *("Select", "Slice", "Split", "SplitWithSizes", "Unbind", "Expand", "AsStrided", "Clone", "ToCopy"),
+)
 
 
 def _is_weight(tensor: Tensor) -> bool:
     """Return whether a tensor is a leaf, or a view of one, or one in another dtype (autocast's)."""
     node = tensor.grad_fn
-    while node is not None and type(node).__name__.removesuffix("Backward0") in _VIEWS:
+    while node is not None and type(node).__name__.rstrip("0123456789").removesuffix("Backward") in _VIEWS:
         node = node.next_functions[0][0]
     return node is None or type(node).__name__ == "AccumulateGrad"
+
+
+def _is_mask(tensor: Tensor, samples: Sequence[Tensor]) -> bool:
+    """Return whether a tensor has two values in every step, as far as one step tells; plans count on it.
+
+    What gradients flow through, indices, and what is constant now, may have other values later.
+    """
+    if tensor.dtype is torch.bool:
+        return True
+    words = (sample.view(-1, tensor.itemsize) for sample in samples)
+    both = all(bool((word != word[0]).any()) for word in words)
+    return tensor.is_floating_point() and not tensor.requires_grad and both
 
 
 class Coding:
@@ -182,8 +197,7 @@ class Coding:
         whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage())
         size = min(_SAMPLE_NBYTES, len(whole) // _SAMPLES // 8 * 8)
         samples = [whole[i * (len(whole) // _SAMPLES) // 8 * 8 :][:size] for i in range(_SAMPLES)]
-        # What gradients flow through may have two values now and others later: zeros serves it, too.
-        exact = _EXACT - {"bits"} if tensor.requires_grad else _EXACT
+        exact = _EXACT if _is_mask(tensor, samples) else _EXACT - {"bits"}
         names = [self.lossy] if self._loses(tensor) else [*exact]
         forms = [
             self._measure(Code(name, tensor.dtype), samples, len(whole) / (size * _SAMPLES), key.region)

@@ -96,7 +96,7 @@ def encode_int8(x: Array, out: Array, at: Any) -> Any:
     for group in range(groups):
         part, code = x[BLOCK * group : BLOCK * (group + 1)], codes[BLOCK * group : BLOCK * (group + 1)]
         most = _largest(part)
-        if most == np.inf:
+        if not (most + most / _F32(127)) < np.inf:  # also what 127 steps, rounded, would make infinite
             return 0
         scales[group] = most / _F32(127) if most > _LEAST else _F32(0)
         factor = _F32(127) / most if most > _LEAST else _F32(0)

@@ -245,6 +245,31 @@ def test_only_what_gradients_flow_through_loses_precision() -> None:
     assert {loses for _, loses in packed} == {False, True}
 
 
+def test_a_part_of_a_weight_in_another_dtype_is_a_weight() -> None:
+    experts = nn.Parameter(torch.randn(4, 8, 8))
+    parts = [experts[1], experts[1:3], experts.unbind()[2], experts.chunk(2)[1], experts.split([1, 3])[1]]
+    coding = Coding("int8", lambda: 0, 0, lambda line: None)
+    for part in parts:
+        for weight in (part.bfloat16(), part.bfloat16().transpose(-1, -2), part.contiguous().half()):
+            assert coding.code(KEY, weight, None) is None, weight.grad_fn
+        assert coding.code(KEY, part * 2, None) is not None
+
+
+def test_only_masks_and_noise_get_the_one_codec_whose_length_a_plan_counts_on() -> None:
+    x = torch.ones(256, 256)
+    noise, mask, two = nn.functional.dropout(x), torch.zeros(2**18, dtype=torch.bool), torch.arange(2**16) % 2
+    coding = Coding("auto", lambda: 0, 0, lambda line: None)
+    coding.begin_pass(measures=True)
+    forms = [coding.measure(KEY, tensor) for tensor in (noise, mask, x, x.clone().requires_grad_(), two)]
+    assert [form is not None and form.codec == "bits" for form in forms] == [True, True, False, False, False]
+
+
+@pytest.mark.parametrize("name", LOSSY_CODECS)
+def test_the_largest_values_stay_finite(name: str) -> None:
+    x = torch.tensor([1.0, -1.0]).repeat(256) * torch.finfo(torch.float32).max
+    assert bool(through(Code(name, x.dtype), x.view(torch.uint8))[1].view(x.dtype).isfinite().all())
+
+
 def test_the_error_of_each_block_is_said_in_one_line() -> None:
     lines: list[str] = []
     coding = Coding("int8", lambda: 0, 0, lines.append)
