@@ -37,12 +37,18 @@ class NodeMemory:
 
     def __init__(self, rank: int, world_size: int, file: int = -1) -> None:
         self.rank, self.world_size = rank, world_size
-        self.closed, self._file, self._end = file < 0, file, HUGE_NBYTES  # after the word
+        self._file, self._end = file, HUGE_NBYTES  # after the word
+        self._process = os.getpid() if file >= 0 else -1  # that has it open
         if file >= 0:
             self.map = mmap.mmap(file, os.fstat(file).st_size)
             with suppress(OSError, AttributeError):  # where the system lets files have them
                 self.map.madvise(mmap.MADV_HUGEPAGE)
             fcntl.flock(file, fcntl.LOCK_SH)  # until this rank closes it, or ends
+
+    @property
+    def closed(self) -> bool:
+        """Whether this process has left it; a forked child has no part in its parent's."""
+        return self._process != os.getpid()
 
     @classmethod
     def open(cls, collectives: Collectives) -> "NodeMemory | None":
@@ -78,7 +84,7 @@ class NodeMemory:
         """Leave the memory, which the last rank to do so gives back. May be called twice."""
         if self.closed:
             return
-        self.closed = True
+        self._process = -1
         fcntl.flock(self._file, fcntl.LOCK_UN)
         with suppress(OSError):  # another rank has it still
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)

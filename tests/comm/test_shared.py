@@ -194,6 +194,23 @@ def test_the_last_rank_to_close_gives_the_memory_back_and_none_before():
     assert run_ranks(leaves, 2) == [(True, 0)] * 2
 
 
+def forks() -> bool:
+    """A forked child unwinds through the parent's ``finally``, which closes the model, and ends."""
+    with opened() as (model, batch, _), torch.no_grad():
+        before = model(**batch(0, 0, 1)).loss.item()
+        if (child := os.fork()) == 0:
+            try:
+                infinity.close(model)
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        return model(**batch(0, 0, 1)).loss.item() == before
+
+
+def test_a_forked_child_that_closes_the_model_leaves_the_weights_to_its_parent():
+    assert run_ranks(forks, 2) == [True, True]
+
+
 def cannot_open() -> Any:
     """Rank 1 reads another word than rank 0 wrote, as in a container with other processes."""
     rank, _ = place()
