@@ -286,7 +286,7 @@ ROOM_BUDGETS = {
     "api": 4318,
     "app": 2841,
     "checkpoint": 4194,
-    "comm": 1693,
+    "comm": 1699,
     "core": 2253,
     "data": 2725,
     "device": 1205,
