@@ -47,7 +47,15 @@ from infinity.core.plan import (
     StoreWait,
     Traffic,
 )
-from infinity.planner.lifetimes import MADE, Lifetimes, Places, ProfileIndex, least_memory, lifetimes_of
+from infinity.planner.lifetimes import (
+    MADE,
+    InactivePeriod,
+    Lifetimes,
+    Places,
+    ProfileIndex,
+    least_memory,
+    lifetimes_of,
+)
 from infinity.planner.simulator import LOAD, Channel, Simulator, channel_rates, load_of, mixed_rates
 
 #: Budgets of the ladder, from the smallest that can be met to what keeping everything takes.
@@ -128,9 +136,10 @@ def places_within(
     most = {Place.NVME: math.inf, Place.HOST: hardware.host_nbytes}
     given = Counter[Place]()
 
-    def soonest(nbytes: int) -> Place | None:
-        possible = (place for place in s_per_byte if given[place] + nbytes <= most[place])
-        return min(possible, key=lambda place: (given[place] + nbytes) * s_per_byte[place], default=None)
+    def soonest(period: InactivePeriod, coded: bool) -> Place | None:
+        asked = {place: given[place] + period.moved(place.as_coded(coded)) for place in s_per_byte}
+        possible = (place for place in s_per_byte if asked[place] <= most[place])
+        return min(possible, key=lambda place: asked[place] * s_per_byte[place], default=None)
 
     # The longest gap first: it helps the most positions for the same bytes.
     waiting = [i for i, period in enumerate(periods) if period.is_worth_storing]
@@ -150,9 +159,9 @@ def places_within(
         for number in np.flatnonzero((begins <= at) & (at < ends)).tolist():
             index, period = waiting[number], periods[waiting[number]]
             before = chosen.get(index, Place.KEEP)
-            place = soonest(period.moved(before))
+            place = soonest(period, before is Place.CODED)
             if place is not None:
-                given[place] += period.moved(before)
+                given[place] += period.moved(place.as_coded(before is Place.CODED))
                 place = place.as_coded(before is Place.CODED)
             elif period.coded is not None and period.coded.is_fixed and before is Place.KEEP:
                 place = Place.CODED

@@ -34,18 +34,19 @@ bear the whole delay. Units slow compute no more than when it was measured.
 """
 
 from bisect import bisect_left
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from infinity.core.errors import RecipeError
 from infinity.core.lifecycle import SlotState
 from infinity.core.plan import ActivationPlan, Hardware, Outcome, Place, Profile, StoreWait, Traffic
 from infinity.planner.lifetimes import InactivePeriod, Lifetimes, lifetimes_of
+from infinity.planner.queues import NOTHING_S, Job, Queues
 
 
 class Channel(IntEnum):
@@ -94,11 +95,11 @@ def load_of(period: InactivePeriod, channel: Channel, place: Place) -> int:
 
 #: Share of its speed that compute keeps beside transfers, at least.
 LEAST_SPEED = 0.1
-NEVER_S = float("inf")
-#: Transfers that begin in less than this begin now, or rounding would make them wait again and again (s).
-_NOW_S = 1e-12
 #: As indices: looking a member of an enum up costs more than the arithmetic around it.
 _WRITE, _READ, _ENCODE = int(Channel.NVME_WRITE), int(Channel.NVME_READ), int(Channel.ENCODE)
+#: The queues of the clock: channels, and what units write and read.
+_UNITS = len(Channel)
+_QUEUES = [*(channel.label for channel in Channel), *(channel.label for channel in list(Channel)[:2])]
 
 
 def mixed_rates(hardware: Hardware) -> tuple[float, float]:
@@ -116,116 +117,21 @@ def delay_s_per_byte(hardware: Hardware) -> float:
     return min(hardware.compute_s_per_byte, (1 - LEAST_SPEED) / most if most else 0.0)
 
 
-@dataclass(slots=True)
-class _Transfer:
-    """Describes bytes on their way."""
+def _speeds_of(hardware: Hardware, going: int, threads: float) -> tuple[float, ...]:
+    """Return the speed of each queue's first job, and of compute, while those of ``going`` go on.
 
-    what: Any  # the index of a slot, or the call that follows; None: units
-    left_nbytes: float
-    ready_s: float  # when the first byte may move
-    began_s: float | None = None  # when it did
-
-
-class TransferQueues:
-    """Queues the transfers of each channel, and lets time pass in :meth:`advance`; see [Note: rates]."""
-
-    def __init__(self, hardware: Hardware) -> None:
-        self.now_s = 0.0
-        self.rates = channel_rates(hardware)
-        self._coding_delay = hardware.coding_delay
-        self._mixed = mixed_rates(hardware)
-        self._latency_s, self._delay_s_per_byte = hardware.latency_s, delay_s_per_byte(hardware)
-        self.queues: tuple[deque[_Transfer], ...] = tuple(deque() for _ in Channel)
-        self._moving: list[tuple[int, _Transfer, float]] | None = None  # with its rate; None: has changed
-        self._next_s = self._speed = 0.0
-
-    def submit(self, channel: Channel, what: object, nbytes: int) -> None:
-        """Queue a transfer, which :meth:`advance` returns as ``what`` when it ends."""
-        self.queues[channel].append(_Transfer(what, float(nbytes), self.now_s + self._latency_s))
-        self._moving = None
-
-    def submit_units(self, traffic: Traffic) -> None:
-        """Queue the transfers of units before others; see [Note: units go first]."""
-        for channel, nbytes in ((_WRITE, traffic.nbytes_written), (_READ, traffic.nbytes_read)):
-            queue = self.queues[channel]
-            if nbytes and not (queue and queue[0].what is None):
-                queue.appendleft(_Transfer(None, 0.0, self.now_s))
-            if nbytes:
-                queue[0].left_nbytes += nbytes
-        self._moving = None
-
-    def cancel(self, channel: Channel, what: object) -> bool:
-        """Cancel a transfer that waits for another one; False: it is first but for units, so on its way."""
-        queue = self.queues[channel]
-        for at, transfer in enumerate(queue):
-            if transfer.what == what and at > (queue[0].what is None):
-                del queue[at]
-                return True
-        return False
-
-    def speed(self) -> float:
-        """Return the speed of compute beside what moves now, at most 1."""
-        if self._moving is None:
-            self._settle()
-        return self._speed
-
-    def next_s(self) -> float:
-        """Return the seconds until a transfer ends or rates change; infinite if nothing moves."""
-        if self._moving is None:
-            self._settle()
-        return self._next_s
-
-    def moving(self) -> list[tuple[int, _Transfer, float]]:
-        """Return the transfers that move now, with channel and bytes per second."""
-        return self._settle() if self._moving is None else self._moving
-
-    def advance(self, passed_s: float) -> list[tuple[int, Any, float]]:
-        """Let time pass, at most :meth:`next_s`; return channel, what and beginning (s) of what ended."""
-        moving = self.moving()
-        ended: list[tuple[int, Any, float]] = []
-        self.now_s += passed_s
-        if passed_s >= self._next_s:
-            self._moving = None
-        self._next_s -= passed_s
-        for channel, transfer, rate in moving:
-            transfer.left_nbytes -= rate * passed_s
-            # Less than half a byte is nothing, or rounding would leave crumbs that never end.
-            if transfer.left_nbytes <= 0.5:
-                transfer.left_nbytes, self._moving = 0.0, None
-                assert transfer.began_s is not None
-                ended.append((channel, transfer.what, transfer.began_s))
-                self.queues[channel].popleft()
-        return ended
-
-    def _settle(self) -> list[tuple[int, _Transfer, float]]:
-        """Return what moves now at which rate; set the speed of compute, and the time until that changes."""
-        moving: list[tuple[int, _Transfer, float]] = []
-        next_s, beside, coding, rates = NEVER_S, 0.0, 0, self.rates
-        for channel, queue in enumerate(self.queues):
-            if queue:
-                first = queue[0]
-                wait_s = first.ready_s - self.now_s
-                if wait_s <= _NOW_S:
-                    moving.append((channel, first, rates[channel]))
-                elif wait_s < next_s:
-                    next_s = wait_s
-        if len(moving) > 1 and moving[1][0] == _READ:  # beside writes
-            read, write = self._mixed
-            moving[:2] = [(_WRITE, moving[0][1], write), (_READ, moving[1][1], read)]
-        moving = [each for each in moving if each[2] > 0]
-        for channel, transfer, rate in moving:
-            if transfer.began_s is None:
-                transfer.began_s = self.now_s
-            left_s = transfer.left_nbytes / rate
-            if left_s < next_s:
-                next_s = left_s
-            if channel >= _ENCODE:
-                coding += 1
-            elif transfer.what is not None:
-                beside += rate
-        self._moving, self._next_s = moving, next_s
-        self._speed = max(LEAST_SPEED, 1 - self._delay_s_per_byte * beside - self._coding_delay * coding)
-        return moving
+    See [Note: reads beside writes] and [Note: units go first].
+    """
+    bits = [going >> queue & 1 for queue in range(len(_QUEUES))]
+    alone = channel_rates(hardware)
+    drive = [rate * (bits[i] | bits[_UNITS + i]) for i, rate in enumerate(alone[:2])]
+    if all(drive):
+        drive[_READ], drive[_WRITE] = mixed_rates(hardware)
+    moved = [rate * (1 - bits[_UNITS + i]) for i, rate in enumerate(drive)] + list(alone[2:])
+    beside = sum(rate * bit for rate, bit in zip(moved[:_ENCODE], bits))
+    slowed = delay_s_per_byte(hardware) * beside + hardware.coding_delay * sum(bits[_ENCODE:_UNITS])
+    shares = (rate / full if full else 0.0 for rate, full in zip(moved + drive, alone + alone[:2]))
+    return (*shares, max(LEAST_SPEED, 1 - slowed))
 
 
 class Interval(NamedTuple):
@@ -282,6 +188,11 @@ def play(
     return Simulator(lifetimes, plan, hardware, timeline).run()
 
 
+def _name_of(period: InactivePeriod) -> str:
+    """Return the name of a storage in pictures."""
+    return f"{period.key.region}.{period.key.ordinal}"
+
+
 class _Gauge:
     def __init__(self) -> None:
         self.nbytes = self.peak_nbytes = 0
@@ -301,6 +212,7 @@ class _Slot:
     is_away: bool = False  # not in memory: it is STORED, and forward is done with it
     is_wanted: bool = False  # backward has asked for it; a store that ends now frees nothing
     is_released: bool = False  # backward is done with it before its store has ended
+    job: Job | None = None  # that is queued, or was last
 
     @property
     def host_nbytes(self) -> int:
@@ -315,7 +227,10 @@ class _Slot:
 class _Slots:
     """Moves the slots that a plan stores as the tensor cache would; by index of their inactive period."""
 
-    def __init__(self, lifetimes: Lifetimes, plan: ActivationPlan, queues: TransferQueues) -> None:
+    def __init__(
+        self, lifetimes: Lifetimes, plan: ActivationPlan, queues: Queues,
+        move: Callable[[int, int, float, str, Callable[[], object]], Job],
+    ) -> None:  # fmt: skip
         index = lifetimes.index
         self.all = {
             index[key]: _Slot(lifetimes.periods[index[key]], place)
@@ -326,7 +241,8 @@ class _Slots:
         self.loads: defaultdict[int | None, list[int]] = defaultdict(list)
         for load in plan.loads:
             self.loads[None if load.after is None else index[load.after]].append(index[load.slot])
-        self._queues = queues
+        self._queues, self._move = queues, move
+        self.at = 0  # the position of compute
         # Within a capacity no store may hold what backward has released.
         late = set() if plan.capacity_nbytes is None else {SlotState.STORING}
         self._unreadable = {SlotState.LOADING} | late
@@ -371,10 +287,10 @@ class _Slots:
             self.host.add(-slot.host_nbytes)
             self.away_nbytes += slot.period.beside(slot.place)
 
-    def end(self, channel: int, index: int, at: int) -> None:
+    def _end(self, channel: Channel, index: int) -> None:
         slot = self.all[index]
         stages = (LOAD if channel in LOAD[slot.place] else STORE)[slot.place]
-        self.moved_nbytes[channel] += load_of(slot.period, Channel(channel), slot.place)
+        self.moved_nbytes[channel] += load_of(slot.period, channel, slot.place)
         if channel != stages[-1]:
             self._submit(stages[-1], index)
             return
@@ -394,7 +310,7 @@ class _Slots:
             slot.state = SlotState.RESIDENT
             return
         slot.state = SlotState.STORED
-        if slot.period.begin <= at:
+        if slot.period.begin <= self.at:
             self._leave(slot)
 
     def fetch(self, index: int) -> None:
@@ -410,15 +326,17 @@ class _Slots:
             slot.state = SlotState.RESIDENT
         elif slot.state is SlotState.STORING:
             slot.is_wanted = True
-            if not slot.rounds and self._queues.cancel(STORE[slot.place][0], index):
+            assert slot.job is not None, "its store is queued"
+            if not slot.rounds and self._queues.cancel(STORE[slot.place][0], slot.job):
                 slot.state = SlotState.RESIDENT
                 self.backlog.add(-slot.period.nbytes)
                 self.host.add(-slot.host_nbytes)
                 slot.place = Place.KEEP
 
     def _submit(self, channel: Channel, index: int) -> None:
-        slot = self.all[index]
-        self._queues.submit(channel, index, load_of(slot.period, channel, slot.place))
+        slot, end = self.all[index], partial(self._end, channel, index)
+        work, name = load_of(slot.period, channel, slot.place), _name_of(slot.period)
+        slot.job = self._move(channel, channel, work, name, end)
 
     def _leave(self, slot: _Slot) -> None:
         slot.is_away = True
@@ -443,14 +361,15 @@ class Simulator:
     ) -> None:
         self._lifetimes, self._timeline = lifetimes, timeline
         self._memory: list[int] = lifetimes.memory.tolist()
-        self._queues = TransferQueues(hardware)
-        self.slots = _Slots(lifetimes, plan, self._queues)
+        self._rates, self._latency_s = channel_rates(hardware), hardware.latency_s
+        self._queues = Queues(_QUEUES, partial(_speeds_of, hardware))
+        self.slots = _Slots(lifetimes, plan, self._queues, self._move)
         self._agenda = self._actions(plan.waits)
-        self._at, self._stall_s = 0, 0.0
+        self._stall_s = 0.0
         self._peak_nbytes = 0
         for place in {slot.place for slot in self.slots.all.values()}:
             for channel in (*STORE[place], *LOAD[place]):
-                if not self._queues.rates[channel] > 0:
+                if not self._rates[channel] > 0:
                     raise RecipeError(
                         f"the plan moves activations by {channel.label}, whose bandwidth is not above 0; "
                         "plan again"
@@ -464,11 +383,11 @@ class Simulator:
         stops = sorted({0, end, *self._agenda, *lifetimes.traffic, *begun, *ends, *every})
         again_s: list[Interval] = []
         for at, following in pairwise([*stops, end]):
-            self._at = at
+            slots.at = at
             for do in self._agenda.get(at, ()):
                 do()
             if at in lifetimes.traffic:
-                queues.submit_units(lifetimes.traffic[at])
+                self._move_units(lifetimes.traffic[at])
             if at in begun:
                 again_s.append(Interval(queues.now_s, queues.now_s, begun[at].block.name))
             self._compute(at, following)
@@ -476,8 +395,7 @@ class Simulator:
                 again_s[-1] = again_s[-1]._replace(end_s=queues.now_s)
         step_s = queues.now_s
         self._note(0)
-        while queues.next_s() < NEVER_S:
-            self._pass(queues.next_s())
+        while queues.pass_on():
             self._note(0)
         if self._timeline is not None:
             self._timeline.recomputed = again_s
@@ -487,8 +405,8 @@ class Simulator:
             recompute_s=sum(again.end_s - again.begin_s for again in again_s),
             peak_nbytes=self._peak_nbytes,
             host_peak_nbytes=slots.host.peak_nbytes,
-            nbytes_stored=slots.moved_nbytes[_WRITE],
-            nbytes_loaded=slots.moved_nbytes[_READ],
+            nbytes_stored=slots.moved_nbytes[Channel.NVME_WRITE],
+            nbytes_loaded=slots.moved_nbytes[Channel.NVME_READ],
         )
 
     def _actions(self, waits: Iterable[StoreWait]) -> dict[int, list[Callable[[], None]]]:
@@ -516,17 +434,17 @@ class Simulator:
     def _ask(self, index: int) -> None:
         self.slots.start_loads(index)
         self.slots.fetch(index)
-        self._wait(self._name(index), lambda: self.slots.is_resident(index))
+        self._wait(_name_of(self._lifetimes.periods[index]), lambda: self.slots.is_resident(index))
 
     def _wait(self, cause: str, until: Callable[[], bool]) -> None:
         """Let time pass before a position, while memory is no more than its neighbours take."""
-        queues, memory, at = self._queues, self._memory, self._at
+        queues, memory, at = self._queues, self._memory, self.slots.at
         between = min(memory[at - 1], memory[at]) if 0 < at < len(memory) else 0
         began_s = queues.now_s
         while not until():
             self._note(between)
-            assert queues.next_s() < NEVER_S, "compute waits, and nothing moves"
-            self._pass(queues.next_s())
+            moves = queues.pass_on()
+            assert moves, "compute waits, and nothing moves"
         if queues.now_s > began_s:
             self._note(between)
             self._stall_s += queues.now_s - began_s
@@ -538,23 +456,34 @@ class Simulator:
         queues, until_s, memory = self._queues, self._lifetimes.until_s, self._memory
         done_s, goal_s, begun = until_s[at], until_s[following], at
         while done_s < goal_s:
-            speed, next_s = queues.speed(), queues.next_s()
-            left_s = (goal_s - done_s) / speed
-            done_s = goal_s if left_s <= next_s else done_s + next_s * speed
+            left_s, most_s = goal_s - done_s, queues.speeds[-1] * (min(queues.ends_s) - queues.now_s)
+            done_s = goal_s if left_s <= most_s + NOTHING_S else done_s + most_s
             running, begun = max(at, begun - 1), max(at + 1, bisect_left(until_s, done_s, at, following))
             self._note(max(memory[running:begun]))
-            self._pass(min(left_s, next_s))
+            queues.compute(left_s)
+        while min(queues.ends_s) <= queues.now_s + NOTHING_S:  # what ends with compute has ended
+            queues.pass_on()
         if begun < following:
             self._note(max(memory[begun:following]))
 
-    def _pass(self, passed_s: float) -> None:
-        for channel, index, began_s in self._queues.advance(passed_s):
-            if self._timeline is not None:
-                name = "units" if index is None else self._name(index)
-                moved = self._timeline.channels[Channel(channel).label]
-                moved.append(Interval(began_s, self._queues.now_s, name))
-            if index is not None:
-                self.slots.end(channel, index, self._at)
+    def _move(self, queue: int, channel: int, work: float, name: str, then: Callable[[], object]) -> Job:
+        """Queue a transfer on a channel, or what a codec does."""
+
+        def end() -> None:
+            if self._timeline is not None and job.began_s is not None:
+                moved = self._timeline.channels[_QUEUES[queue]]
+                moved.append(Interval(job.began_s, self._queues.now_s, name))
+            then()
+
+        ready_s = self._queues.now_s + self._latency_s * (queue < _UNITS)
+        job = Job(work / self._rates[channel], end, ready_s=ready_s)
+        self._queues.add(queue, job)
+        return job
+
+    def _move_units(self, traffic: Traffic) -> None:
+        for channel, nbytes in ((_WRITE, traffic.nbytes_written), (_READ, traffic.nbytes_read)):
+            if nbytes and self._rates[channel] > 0:
+                self._move(_UNITS + channel, channel, nbytes, "units", lambda: None)
 
     def _note(self, nbytes: int) -> None:
         """Note that the device would hold ``nbytes`` if nothing were away."""
@@ -562,7 +491,3 @@ class Simulator:
         self._peak_nbytes = max(self._peak_nbytes, there)
         if self._timeline is not None and there != self._timeline.memory[-1].nbytes:
             self._timeline.memory.append(Sample(self._queues.now_s, there))
-
-    def _name(self, index: int) -> str:
-        key = self._lifetimes.periods[index].key
-        return f"{key.region}.{key.ordinal}"

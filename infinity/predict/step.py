@@ -9,7 +9,7 @@ them run than the rank has cores, each has the same share, and compute waits for
 What I/O takes of the cores, it takes from compute.
 """
 
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -26,25 +26,17 @@ from infinity.partition.mover import Item
 from infinity.partition.mover import Stored as StoredItem
 from infinity.partition.prefetcher import Prefetcher
 from infinity.planner.prefetch_plan import Actions, Event, Kind, Plan, make_plan
-from infinity.planner.simulator import (
-    LEAST_SPEED,
-    NEVER_S,
-    Channel,
-    channel_rates,
-    delay_s_per_byte,
-    mixed_rates,
-)
+from infinity.planner.queues import NEVER_S, Job, Queues
+from infinity.planner.simulator import LEAST_SPEED, Channel, channel_rates, delay_s_per_byte, mixed_rates
 from infinity.planner.updates import StepOrder
 from infinity.predict.machines import RankRates
 
 #: Names of what computes, and of what does one job after the other beside compute.
 COMPUTE, LINKS, UPDATE, DECODE = "compute", "links", "update", "decode"
-#: Work that takes less has ended (s).
-_NOTHING_S = 1e-12
 #: Queues of the clock: channels, but those of codecs, and what does one job after the other. Beside them the
 #: training thread.
 _QUEUES = [*(channel.label for channel in list(Channel)[:4]), LINKS, UPDATE, DECODE]
-_DECODE, _COMPUTE = 6, 7
+_DECODE = 6
 #: The turn of a gradient whose memory no longer counts until the next one has begun.
 OVER = -1
 #: The least micro-batches that are planned, and played, before they are taken to repeat.
@@ -395,130 +387,30 @@ class StepCost:
         )  # fmt: skip
 
 
-@dataclass(slots=True)
-class Job:
-    """Waits in a queue of the clock, or goes on as its first one."""
-
-    left_s: float  # at full speed
-    then: Callable[[], object]
-    threads: float  # that it keeps busy, without an accelerator: see [Note: shared cores]
-    ready_s: float  # before that it holds its queue, and does not go on
-
-
-class Queues:
-    """Advances time for a rank's channels, and for what does one job after the other.
-
-    The first job of each queue goes on. When it ends is known when it begins, or when what slows it begins or
-    ends: so time goes from one end to the next.
-    """
-
-    def __init__(self, rates: RankRates) -> None:
-        self.rates, self.now_s = rates, 0.0
-        self.jobs: tuple[deque[Job], ...] = tuple(deque() for _ in _QUEUES)
-        self.ends_s = [NEVER_S] * len(_QUEUES)  # when the first job ends, or (if it has not) begins
-        self._since_s = [0.0] * len(_QUEUES)  # and since when it goes on at its speed
-        self._going = 0  # bits of the queues whose first job goes on, and of the training thread's compute
-        self.speeds: tuple[float, ...] = (1.0,) * (len(_QUEUES) + 1)
-        self._known: dict[tuple[int, float], tuple[float, ...]] = {}
-        # Bits of those that others depend on: reads and writes, decoding; or each.
-        self._coupled = -1 if rates.cores or delay_s_per_byte(rates.channels) else 0b1000011
-        self.busy_s: defaultdict[str, float] = defaultdict(float)  # as in :class:`StepCost`
-
-    def add(self, queue: int, job: Job) -> None:
-        self.jobs[queue].append(job)
-        if self.jobs[queue][0] is job:
-            self._begin(queue)
-
-    def pass_on(self) -> bool:
-        """Let time pass until something ends or begins, and call what follows; False: nothing will."""
-        at_s = min(self.ends_s)
-        if at_s == NEVER_S:
-            return False
-        queue, self.now_s = self.ends_s.index(at_s), at_s
-        if self._going >> queue & 1:
-            job = self.jobs[queue].popleft()
-            self.busy_s[_QUEUES[queue]] += at_s - self._since_s[queue]
-            self._begin(queue)
-            job.then()
-        else:
-            self._begin(queue)
-        return True
-
-    def _begin(self, queue: int) -> None:
-        """Let the first job of a queue go on, if there is one that is ready."""
-        bit, jobs, end_s = 1 << queue, self.jobs[queue], NEVER_S
-        self._going &= ~bit
-        if jobs:
-            end_s = max(self.now_s, jobs[0].ready_s)
-            # One whose beginning changes nothing else may begin later.
-            if end_s <= self.now_s + _NOTHING_S or (end_s < NEVER_S and not self._coupled & bit):
-                self._going |= bit
-                self._since_s[queue] = end_s
-        if self._coupled & bit:
-            self._settle()
-        if self._going & bit:
-            speed = self.speeds[queue]
-            end_s = end_s + jobs[0].left_s / speed if speed else NEVER_S
-        self.ends_s[queue] = end_s
-
-    def let_on(self, queue: int, job: Job) -> None:
-        """Let a job go on that was not ready."""
-        job.ready_s = self.now_s
-        if self.jobs[queue][0] is job:
-            self._begin(queue)
-
-    def compute(self, *, goes_on: bool) -> None:
-        """Take note that the training thread computes from now on, or no longer."""
-        self._going = self._going & ~(1 << _COMPUTE) | goes_on << _COMPUTE
-        self._settle()
-
-    def _settle(self) -> None:
-        """Give what goes on the speed that it has beside the rest."""
-        going, before, now_s, threads = self._going, self.speeds, self.now_s, 0.0
-        if self.rates.cores:
-            first = [jobs[0].threads for i, jobs in enumerate(self.jobs) if going >> i & 1]
-            threads = sum(first, self.rates.threads * (going >> _COMPUTE & 1))
-        if (going, threads) not in self._known:
-            self._known[going, threads] = self._speeds_of(going, threads)
-        self.speeds = self._known[going, threads]
-        if self.speeds != before:
-            for i, jobs in enumerate(self.jobs):
-                speed = self.speeds[i]
-                if speed != before[i] and going >> i & 1:
-                    passed_s, self._since_s[i] = now_s - self._since_s[i], now_s
-                    self.busy_s[_QUEUES[i]] += passed_s
-                    jobs[0].left_s = max(0.0, jobs[0].left_s - before[i] * passed_s)
-                    self.ends_s[i] = now_s + jobs[0].left_s / speed if speed else NEVER_S
-
-    def _speeds_of(self, going: int, threads: float) -> tuple[float, ...]:
-        """Return the speed of each queue's first job, and of compute, while those of ``going`` go on."""
-        cores, rates = self.rates.cores, self.rates.channels
-        alone = channel_rates(rates)[:4]
-        moved = [rate * (going >> i & 1) for i, rate in enumerate(alone)]
-        if moved[0] and moved[1]:
-            moved[1], moved[0] = mixed_rates(rates)
-        channels = [now / rate if now else 1.0 for now, rate in zip(moved, alone)]
-        share = min(1.0, cores / threads) if threads else 1.0
-        compute = max(LEAST_SPEED, 1 - delay_s_per_byte(rates) * sum(moved)) * share
-        if not cores and going >> _DECODE & 1:
-            compute *= 0.5  # they share the device
-        return (*channels, share, share, share, compute)
-
-    def busy_until_now(self) -> dict[str, float]:
-        found = self.busy_s.copy()
-        for i, name in enumerate(_QUEUES):
-            if self._going >> i & 1:
-                found[name] += max(0.0, self.now_s - self._since_s[i])
-        return found
+def _speeds_of(rates: RankRates, going: int, threads: float) -> tuple[float, ...]:
+    """Return the speed of each queue's first job, and of compute, while those of ``going`` go on."""
+    cores, channels = rates.cores, rates.channels
+    alone = channel_rates(channels)[:4]
+    moved = [rate * (going >> i & 1) for i, rate in enumerate(alone)]
+    if moved[0] and moved[1]:
+        moved[1], moved[0] = mixed_rates(channels)
+    share = min(1.0, cores / threads) if threads else 1.0
+    compute = max(LEAST_SPEED, 1 - delay_s_per_byte(channels) * sum(moved)) * share
+    if not cores and going >> _DECODE & 1:
+        compute *= 0.5  # they share the device
+    return (*(now / rate if now else 1.0 for now, rate in zip(moved, alone)), share, share, share, compute)
 
 
 class VirtualClock:
     """Plays what the training thread does beside the queues of its rank, and counts what it takes."""
 
     def __init__(self, rates: RankRates, *, on_accelerator: bool) -> None:
-        self.queues, self.on_accelerator = Queues(rates), on_accelerator
+        # Others depend on reads and writes, and on decoding; or on each.
+        coupled = -1 if rates.cores or delay_s_per_byte(rates.channels) else 0b1000011
+        self.queues = Queues(_QUEUES, partial(_speeds_of, rates), rates.threads, coupled)
+        self.on_accelerator = on_accelerator
         self.pass_on, self.busy_s = self.queues.pass_on, self.queues.busy_s
-        self._bytes_per_s = channel_rates(rates.channels)
+        self._bytes_per_s, self._latency_s = channel_rates(rates.channels), rates.channels.latency_s
         #: As in :class:`StepCost`, since the beginning.
         self.nbytes: Counter[str] = Counter()
         self.stall_s: defaultdict[str, float] = defaultdict(float)
@@ -535,26 +427,19 @@ class VirtualClock:
     def compute(self, work_s: float) -> None:
         """Let the training thread compute for ``work_s``, longer if other work shares the cores."""
         self.busy_s[COMPUTE] += work_s
-        self.queues.compute(goes_on=True)
-        self._spend(work_s, computes=True)
-        self.queues.compute(goes_on=False)
+        self.queues.set_computing(goes_on=True)
+        while work_s:
+            work_s = self.queues.compute(work_s)
+        self.queues.set_computing(goes_on=False)
 
     def update(self, time_s: float) -> None:
         """Let an update take ``time_s`` of the training thread, or of what it waits for."""
         self.busy_s[UPDATE] += time_s
         self.stall_s[UPDATE] += time_s
-        self._spend(time_s, computes=False)
-
-    def _spend(self, work_s: float, *, computes: bool) -> None:
-        queues = self.queues
-        while work_s > _NOTHING_S:
-            speed, next_s = queues.speeds[_COMPUTE] if computes else 1.0, min(queues.ends_s)
-            end_s = queues.now_s + work_s / speed
-            if end_s < next_s:
-                queues.now_s = end_s
-                break
-            work_s -= speed * (next_s - queues.now_s)
+        queues, end_s = self.queues, self.queues.now_s + time_s
+        while min(queues.ends_s) <= end_s:
             queues.pass_on()
+        queues.now_s = end_s
 
     def move(self, channel: Channel, nbytes: int, then: Callable[[], object]) -> None:
         self.count(channel, nbytes)
@@ -583,8 +468,8 @@ class VirtualClock:
         """Queue the transfer of bytes that were counted."""
         queues, rate = self.queues, self._bytes_per_s[channel]
         if rate > 0 and nbytes > 0:
-            ready_s = queues.now_s + queues.rates.channels.latency_s
-            queues.add(int(channel), Job(nbytes / rate, then, 0.0, ready_s))
+            ready_s = queues.now_s + self._latency_s
+            queues.add(int(channel), Job(nbytes / rate, then, ready_s=ready_s))
         else:
             then()
 
@@ -595,7 +480,7 @@ class VirtualClock:
 
         Returns what lets it go on.
         """
-        queue, job = _QUEUES.index(name), Job(time_s, then, threads, self.queues.now_s if ready else NEVER_S)
+        queue, job = _QUEUES.index(name), Job(time_s, then, threads, 0.0 if ready else NEVER_S)
         self.queues.add(queue, job)
         return partial(self.queues.let_on, queue, job)
 

@@ -11,6 +11,7 @@ from infinity.core.lifecycle import EDGES, SlotState
 from infinity.core.plan import (
     ActivationPlan,
     BlockCall,
+    CodedForm,
     Hardware,
     Kind,
     Load,
@@ -26,9 +27,10 @@ from infinity.core.plan import (
 )
 from infinity.planner import simulator
 from infinity.planner.lifetimes import InactivePeriod, least_memory, lifetimes_of
+from infinity.planner.queues import Job
+from infinity.planner.search import places_within, with_loads, within
 from infinity.planner.search import plan as make_plan
-from infinity.planner.search import with_loads, within
-from infinity.planner.simulator import Channel, Simulator, StepTimeline, TransferQueues, play
+from infinity.planner.simulator import Channel, Simulator, StepTimeline, play
 from tests.helpers.profiles import hardware, play_in_detail, random_hardware, random_profiles, transformer
 
 KEEP = ActivationPlan("keep")
@@ -425,42 +427,62 @@ def test_what_may_wait_to_be_stored_is_what_waits_on_the_drive_that_was_measured
     assert waiting.peak_nbytes < play(profile, free, slow).peak_nbytes
 
 
+def test_what_loses_precision_takes_all_its_bytes_in_host_memory() -> None:
+    """There it is as it was: so it does not go where only its code has room."""
+    form = CodedForm("2bit", 10, 0.0, 0.0, exact=False)
+    coded = replace(chain(), slots=tuple(replace(slot, coded=form) for slot in chain().slots))
+    found = lifetimes_of(coded, frozenset())
+    for host_nbytes in (99, 100):
+        places = places_within(found, Hardware(0.0, 0.0, 0.0, 100.0, host_nbytes=host_nbytes), 0, [0])
+        assert (Place.HOST in places.values()) == (host_nbytes == 100)
+
+
 # --- the parts: queues of transfers, stops, waits ------------------------------------------------
 
 #: A byte per second to write, two to read, both together as fast as alone; a second until the first byte.
 MIXED = Hardware(2.0, 1.0, 3.0, 1.0, latency_s=1.0)
 
 
-def pass_all(queues: TransferQueues) -> list[tuple[int, int | None, float, float]]:
-    """Channel, index, beginning and end of each transfer, until nothing moves."""
-    ended = []
-    while queues.next_s() < float("inf"):
-        ended += [(*transfer, queues.now_s) for transfer in queues.advance(queues.next_s())]
-    return ended
+def simulated(hardware: Hardware) -> tuple[Simulator, StepTimeline]:
+    timeline = StepTimeline()
+    lifetimes = lifetimes_of(chain(), frozenset())
+    return Simulator(lifetimes, ActivationPlan("hand"), hardware, timeline), timeline
+
+
+def move(simulator: Simulator, channel: Channel, name: str, nbytes: int) -> Job:
+    return simulator._move(channel, channel, nbytes, name, lambda: None)
+
+
+def pass_all(simulator: Simulator) -> None:
+    while simulator._queues.pass_on():
+        pass
 
 
 def test_the_latency_of_a_transfer_passes_while_others_move() -> None:
-    queues = TransferQueues(MIXED)
-    queues.submit(Channel.NVME_WRITE, 0, 3)
-    queues.submit(Channel.NVME_WRITE, 1, 2)
-    assert pass_all(queues) == [(Channel.NVME_WRITE, 0, 1.0, 4.0), (Channel.NVME_WRITE, 1, 4.0, 6.0)]
+    simulator, timeline = simulated(MIXED)
+    move(simulator, Channel.NVME_WRITE, "0", 3)
+    move(simulator, Channel.NVME_WRITE, "1", 2)
+    pass_all(simulator)
+    assert timeline.channels["NVMe write"] == [(1.0, 4.0, "0"), (4.0, 6.0, "1")]
 
 
 def test_what_units_move_goes_before_what_is_on_its_way() -> None:
-    queues = TransferQueues(MIXED)
-    queues.submit(Channel.NVME_READ, 0, 4)
-    queues.advance(queues.next_s())
-    queues.advance(1.0)  # two of the four bytes
-    queues.submit_units(Traffic(0, 6, 0))
-    assert pass_all(queues) == [(Channel.NVME_READ, None, 2.0, 5.0), (Channel.NVME_READ, 0, 1.0, 6.0)]
+    simulator, timeline = simulated(MIXED)
+    move(simulator, Channel.NVME_READ, "0", 4)
+    simulator._queues.pass_on()
+    assert not simulator._queues.compute(1.0)  # two of the four bytes
+    simulator._move_units(Traffic(0, 6, 0))
+    pass_all(simulator)
+    assert timeline.channels["NVMe read"] == [(2.0, 5.0, "units"), (1.0, 6.0, "0")]
 
 
 def test_a_transfer_that_waits_for_others_can_be_cancelled_and_the_first_one_cannot() -> None:
-    queues = TransferQueues(MIXED)
-    for index in range(3):
-        queues.submit(Channel.NVME_WRITE, index, 1)
-    assert [queues.cancel(Channel.NVME_WRITE, index) for index in (0, 1)] == [False, True]
-    assert [index for _, index, _, _ in pass_all(queues)] == [0, 2]
+    simulator, timeline = simulated(MIXED)
+    jobs = [move(simulator, Channel.NVME_WRITE, str(index), 1) for index in range(3)]
+    queues = simulator._queues
+    assert [queues.cancel(Channel.NVME_WRITE, job) for job in jobs[:2]] == [False, True]
+    pass_all(simulator)
+    assert [name for _, _, name in timeline.channels["NVMe write"]] == ["0", "2"]
 
 
 @given(cases())
