@@ -296,8 +296,8 @@ ROOM_BUDGETS = {
     "observe": 996,
     "optim": 2934,
     "partition": 2776,
-    "planner": 2331,
-    "predict": 5054,
+    "planner": 2414,
+    "predict": 4939,
     "recipes": 1607,
     "shards": 5244,
 }
