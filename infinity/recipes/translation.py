@@ -109,7 +109,7 @@ def _values(given: Mapping[str, Any], tool: Tool) -> tuple[Values, list[tuple[st
     for key, value, row in sorted(leaves, key=lambda leaf: order.get(leaf[0], -1)):
         try:
             if value == "auto":
-                said.append((key, "auto: the program that reads this file says it"))
+                said.append((key, "auto: the program that reads this file chooses; the default is taken"))
             elif value not in (None, "", [], {}, "none"):
                 said += [(key, why) for why in _put(values, row, value)]
         except (SettingError, ProblemError) as error:
@@ -210,7 +210,7 @@ def _not_here(values: Values) -> Iterator[tuple[str, str]]:
         given = values.get(key, ())
         if not given:
             yield key, "the file does not say it: give it, or the default is taken"
-        for name in map(str, given if isinstance(given, list) else [given]):
+        for name in map(str, given if isinstance(given, (list, tuple)) else [given]):
             if not Path(name).expanduser().exists() and "*" not in name:
                 hub = f"; of the hub: hf download {kind} {name}" if may_be_of_hub(name) else ""
                 yield f"{key}={name}", f"there is no such file here{hub}"

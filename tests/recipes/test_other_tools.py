@@ -278,3 +278,9 @@ def test_the_best_model_of_evaluations_after_each_epoch_is_kept(folder: Path) ->
     train = found.recipe.train
     assert (train.epochs, train.evals_per_epoch, train.keep_best) == (3, 1, "accuracy")
     assert why(found, "bf16_full_eval").startswith("not translated")
+
+
+def test_what_a_file_does_not_name_is_not_looked_for(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text('{"zero_optimization": {"stage": 3}, "gradient_clipping": 1.0}')
+    assert {key for key, _ in translate(str(file)).said if "=" in key} == set()
