@@ -62,6 +62,14 @@ def test_the_best_is_as_fast_as_the_fastest_of_all_that_may_be_chosen() -> None:
     assert again.tokens_per_s == pytest.approx(found.planned.tokens_per_s, rel=1e-9)
 
 
+def test_what_gains_only_rounding_is_not_changed() -> None:
+    recipe = load_recipe("configs/quickstart.yaml")  # the drives' time is the same with each policy
+    free = {"memory.activations", "train.batch_size", "train.accumulate"}
+    found = find_best(recipe, machine("desktop-4090-64g"), 1, FREE - free)
+    assert not found.effects
+    assert found.planned.recipe.memory.activations == "auto"
+
+
 @pytest.mark.parametrize(
     "fixed",
     few(
