@@ -505,7 +505,8 @@ _CLOSED = (
 )
 _NOT_SHARED = (
     "ranks of this machine cannot open memory of rank 0 (by memfd_create and /proc/PID/fd: are they in other "
-    "containers?), so each has a part of the weights and gathers the others, as with memory.shared=never"
+    "containers, or limited by ulimit -v or -f?), so each has a part of the weights and gathers the others, "
+    "as with memory.shared=never"
 )
 _INTERRUPTED = (
     "a second Ctrl-C interrupted this package's own bookkeeping, so that what it knows of {} may be wrong. "

@@ -644,7 +644,6 @@ def _first_last(first: float | None, last: float | None, *, digits: int = 4) -> 
 
 def _with_plan(nbytes: int, planned: int | None, activations: int) -> str:
     if planned is None:  # everything stayed in memory, or the run ended before a plan was made
-        recorded = ", recorded; the plan starts with the second step" if nbytes else ""
-        return f"{nbytes:,} bytes per rank{recorded}"
+        return f"{nbytes:,} bytes per rank"
     beside = f", plus {activations:,} of activations" if activations else ""
     return f"{nbytes:,} bytes per rank (planned {planned:,}{beside})"
