@@ -17,7 +17,7 @@ MOST_FILES = {
     "commit": 16,
     "end": 31,
     "resume": 22,
-    "activation": 33,
+    "activation": 34,
     "plan": 57,
     "train": 74,
 }
