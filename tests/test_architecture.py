@@ -293,11 +293,11 @@ ROOM_BUDGETS = {
     "engine": 4905,
     "integrations": 786,
     "nvme": 1207,
-    "observe": 996,
+    "observe": 995,
     "optim": 2934,
     "partition": 2776,
     "planner": 2414,
-    "predict": 4939,
+    "predict": 4943,
     "recipes": 1607,
     "shards": 5244,
 }
