@@ -290,7 +290,7 @@ ROOM_BUDGETS = {
     "core": 2253,
     "data": 2725,
     "device": 1205,
-    "engine": 4905,
+    "engine": 4906,
     "integrations": 786,
     "nvme": 1207,
     "observe": 995,
