@@ -152,16 +152,13 @@ class Coding:
     thread.
     """
 
-    def __init__(
-        self, codec: str, step: Callable[[], int], rank: int, say: Callable[[str], object]
-    ) -> None:  # fmt: skip
+    def __init__(self, codec: str, step: Callable[[], int], rank: int, say: Callable[[str], object]) -> None:
         self.lossy = None if codec == "auto" else codec
         self.chosen: dict[SlotKey, str] = {}  # exact codecs where no plan says
         self._step, self._rank, self._say = step, rank, say
         self._pass = (-1, 0)  # the step, and how many passes of it there were before
-        self._forms: dict[SlotKey, tuple[CodedForm, int]] | None = (
-            None  # with whole bytes; None: not measured
-        )
+        #: What was measured, with whole bytes; None: nothing is.
+        self._forms: dict[SlotKey, tuple[CodedForm, int]] | None = None
         #: Squares of errors, and of values, by region, as measured.
         self._squares: defaultdict[int, Array] = defaultdict(lambda: np.zeros(2))
 
