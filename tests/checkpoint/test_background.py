@@ -155,8 +155,8 @@ def test_without_room_for_a_copy_an_update_in_memory_waits_until_its_unit_is_rea
 ) -> None:
     lease = HostPool.try_lease
 
-    def refusing(pool: HostPool, nbytes: int, *, who: str) -> Lease | None:
-        return None if who == "a checkpoint" else lease(pool, nbytes, who=who)
+    def refusing(pool: HostPool, nbytes: int, *, who: str, **more: Any) -> Lease | None:
+        return None if who == "a checkpoint" else lease(pool, nbytes, who=who, **more)
 
     monkeypatch.setattr(HostPool, "try_lease", refusing)
     compare(tmp_path, HOST, "bf16", waits=True)
