@@ -296,7 +296,7 @@ ROOM_BUDGETS = {
     "observe": 995,
     "optim": 2934,
     "partition": 2776,
-    "planner": 2414,
+    "planner": 2415,
     "predict": 4943,
     "recipes": 1607,
     "shards": 5244,

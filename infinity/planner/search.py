@@ -419,7 +419,8 @@ class PlanSearch:
             choices[1:1] = [self._coded(recomputed, rung, some) for some in (forms.keys(), paying)]
         tried: list[Places] = []
         for places in choices:
-            if places in tried:
+            # What is coded is in memory, too, while it is read: there it may be too much.
+            if places in tried or int(least_memory(lifetimes, places).max(initial=0)) > rung:
                 continue
             tried.append(places)
             plan = with_loads(lifetimes, places, hardware, rung)

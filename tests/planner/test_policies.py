@@ -16,6 +16,7 @@ from infinity.planner.simulator import play
 from tests.helpers.cases import examples, few
 from tests.helpers.profiles import (
     MIB,
+    Tape,
     budget_between,
     hardware,
     play_in_detail,
@@ -253,6 +254,18 @@ def test_without_a_drive_codes_of_one_length_meet_a_budget_that_nothing_else_mee
     made = plan(coded(profile, "bits"), none, least)
     assert {*made.places.values()} == {Place.CODED}
     assert play(coded(profile, "bits"), made, none).peak_nbytes <= least
+
+
+def test_a_code_that_has_no_room_beside_what_is_read_from_it_is_not_chosen() -> None:
+    tape = Tape()
+    made = tape.run("made", 1e-3, [tape.given(0)], 4096, saves_output=True)
+    later = tape.run("later", 1e-3, [tape.run("view", 1e-3, [made], 0)], 3072, saves_output=True)
+    tape.run("loss", 1e-3, [later], 0)
+    profile = coded(tape.finish(), "bits")
+    for speed in (1e-6, 1e-3, 1.0):  # of the drive, beside the codec
+        channels = hardware(speed)
+        least = smallest_budget(profile, channels)  # what was made is read beside its gradient
+        assert play(profile, plan(profile, channels, least), channels).peak_nbytes <= least
 
 
 def test_what_loses_precision_is_coded_under_every_budget_and_never_recomputed() -> None:
