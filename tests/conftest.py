@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import sys
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -56,14 +57,24 @@ _frozen_modules = 0  # how many there were when what lives was frozen last
 
 
 @pytest.fixture(autouse=True)
-def seeded() -> None:
-    """Every test starts from the same random numbers, whatever ran before it."""
+def alone() -> Iterator[None]:
+    """Every test starts with the same random numbers and environment and no process group.
+
+    Lightning, for one, leaves a group and variables for its ranks behind.
+    """
     import numpy  # here, as pytest-xdist's own process needs neither of these
     import torch
 
     random.seed(0)
     numpy.random.seed(0)
     torch.manual_seed(0)
+    before = dict(os.environ)
+    yield
+    for name in set(os.environ) - set(before):
+        del os.environ[name]
+    os.environ.update(before)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

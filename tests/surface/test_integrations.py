@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import LlamaForCausalLM, get_cosine_schedule_with_warmup
 
 import infinity
@@ -45,18 +44,6 @@ def run(name: str, *more: str, interrupted: bool = False) -> list[str]:
         finally:
             sys.argv = argv
     return re.findall(r"^(?:batch|step) +\d+  loss ([0-9.]+)$", out.getvalue(), re.MULTILINE)
-
-
-@pytest.fixture(autouse=True)
-def _no_traces() -> Iterator[None]:
-    """Lightning leaves a process group and variables for its ranks behind."""
-    before = dict(os.environ)
-    yield
-    for name in set(os.environ) - set(before):
-        del os.environ[name]
-    os.environ.update(before)
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def plain(

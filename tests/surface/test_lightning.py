@@ -1,6 +1,5 @@
 """``infinity.LightningStrategy``: losses, clipping and checkpoints are those without infinity."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -75,18 +74,6 @@ def fit(
     learner = Learner(ours=ours)
     trainer.fit(learner, loader(count), loader(4), ckpt_path=ckpt_path)
     return trainer, learner
-
-
-@pytest.fixture(autouse=True)
-def _no_traces() -> Any:
-    """Lightning leaves a process group and variables for its ranks behind."""
-    before = dict(os.environ)
-    yield
-    for name in set(os.environ) - set(before):
-        del os.environ[name]
-    os.environ.update(before)
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 def test_a_step_at_the_end_of_an_epoch_may_have_fewer_micro_batches(tmp_path: Path):
