@@ -190,7 +190,7 @@ def from_pretrained(
     place are copied into the run's own files; a line says how much, and why.
 
     Args:
-        path: A directory with ``config.json`` and safetensors files (or, slower, pickled weights).
+        path: A directory with ``config.json`` and safetensors files.
         auto_class: Builds the model: a class such as ``AutoModelForSequenceClassification`` or
             ``BertForMaskedLM``; None: the one that ``config.json`` names, else ``AutoModelForCausalLM``.
         new: Patterns (``classifier.*``) of parameters that the model initializes itself where the checkpoint

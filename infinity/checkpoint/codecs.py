@@ -5,7 +5,7 @@ and the pieces before training, and return new pieces.
 
 [Note: the same bits]
 Each decoder does the arithmetic of the library that reads the format for inference, in the same dtypes and
-order, so its values are that library's to the bit: FP8, MXFP4 and NVFP4 (e2m1), NF4 and FP4 (of a table)
+order, so its values are that library's to the bit: FP8, MXFP4 and NVFP4 (e2m1), NF4 (of a table)
 times their scales in fp32, whole numbers times the scale of their group in the scales' dtype, LLM.int8 times
 the largest size of its row, then times 1 / 127, in fp32.
 
@@ -38,14 +38,13 @@ from torch.nn.functional import pad
 
 #: Values of the sixteen e2m1 codes; the upper eight are negative.
 _E2M1_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-#: Values of the codes of bitsandbytes' NF4 and FP4, whose blocks have values from -1 to 1.
+#: Values of the codes of bitsandbytes' NF4, whose blocks have values from -1 to 1.
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
     -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
     0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023,
     1.0,
 )  # fmt: skip
-FP4 = tuple(sign * size / 12 for sign in (1, -1) for size in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0))
 #: 1 / 127, as LLM.int8 multiplies by it.
 LLM_INT8 = 7.874015718698502e-3
 #: A stored block may ask for a scale this many times the largest one: -8 of -8 to 7 makes a range of 16.
@@ -537,7 +536,7 @@ def _nearest_number(values: Tensor, numbers: Sequence[float]) -> Tensor:
     places = torch.zeros_like(values, dtype=torch.uint8)
     for bound in bounds:  # several times as fast as torch's search
         places += values > bound
-    return places if order.equal(order.sort()[0]) else order.to(torch.uint8)[places.int()]
+    return places  # NF4's ascend
 
 
 def _pack(numbers: Tensor, bits: int) -> Tensor:

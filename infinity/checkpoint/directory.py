@@ -4,8 +4,7 @@
 Nothing in a directory is believed before it was checked. An index may name only files beside it; a key is
 refused that the named file does not hold, or that two files hold. Only regular files are opened; symbolic
 links are followed, as Hugging Face's cache is made of them. safetensors checks its headers: tensors lie
-without gap or overlap to the end of the file, each with the bytes of its shape. ``pytorch_model.bin`` is read
-by torch's restricted unpickler, which makes tensors, mapped, and runs no code of the file's.
+without gap or overlap to the end of the file, each with the bytes of its shape. Pickled weights are refused.
 
 [Note: byte ranges]
 The safetensors library maps files and gives whole tensors; a load reads ranges, once, into memory of its own.
@@ -30,7 +29,6 @@ from infinity.core.files import open_regular, read_file
 from infinity.core.nbytes import Piece
 
 SAFETENSORS = "model.safetensors"
-PICKLED = "pytorch_model.bin"
 INDEX = ".index.json"
 
 #: Types by their names in safetensors files.
@@ -159,7 +157,7 @@ class StoredTensors(dict[str, Stored]):
 
 
 class Checkpoint(StoredTensors):
-    """Opens a directory with ``model.safetensors``, ``pytorch_model.bin``, or an index of such files."""
+    """Opens a directory with ``model.safetensors``, or an index of such files."""
 
     def _open(self) -> None:
         self.files: list[TensorFile] = []  # open safetensors files, by number
@@ -168,28 +166,28 @@ class Checkpoint(StoredTensors):
                 f"{self.path} is not a directory; give the one with config.json and {SAFETENSORS}, as "
                 "`hf download MODEL` prints it or save_pretrained wrote it"
             )
-        for single in (SAFETENSORS, PICKLED):
-            self.pickled, index = single == PICKLED, self.path / (single + INDEX)
-            found = {single: list[str]()} if (self.path / single).exists() else {}
-            if not found and index.exists():
-                found = _files_of_index(index, Path(single).suffix)
-            for name, keys in found.items():
+        single, index = self.path / SAFETENSORS, self.path / (SAFETENSORS + INDEX)
+        if single.exists():
+            self._add(SAFETENSORS, (), index.name)
+        elif index.exists():
+            for name, keys in _files_of_index(index).items():
                 self._add(name, keys, index.name)
-            if found:
-                return
-        raise CheckpointError(
-            f"{self.path} holds no weights; wanted {SAFETENSORS} or {SAFETENSORS}{INDEX} "
-            f"(or {PICKLED}, or its index)"
-        )
+        elif pickled := sorted(path.name for path in self.path.glob("pytorch_model*.bin")):
+            raise CheckpointError(
+                f"{self.path} holds pickled weights ({pickled[0]}), which are not read. If you trust them, "
+                f"{SAFETENSORS} is written beside them: from transformers import AutoModelForCausalLM; "
+                "AutoModelForCausalLM.from_pretrained(DIR, dtype='auto').save_pretrained(DIR)"
+            )
+        else:
+            raise CheckpointError(
+                f"{self.path} holds no weights; wanted {SAFETENSORS} or {SAFETENSORS}{INDEX}"
+            )
 
     def _add(self, name: str, keys: Iterable[str], index: str) -> None:
         path = self.path / name
-        if self.pickled:
-            held: Mapping[str, Stored] = _unpickle(path)
-        else:
-            self.files.append(TensorFile(path, len(self.files)))
-            self._opened.callback(self.files[-1].close)
-            held = self.files[-1].tensors
+        self.files.append(TensorFile(path, len(self.files)))
+        self._opened.callback(self.files[-1].close)
+        held = self.files[-1].tensors
         if lost := sorted(set(keys) - set(held)):
             raise CheckpointError(f"{path} does not hold what {index} says: {', '.join(lost)}")
         if twice := sorted(set(held) & set(self)):
@@ -197,15 +195,15 @@ class Checkpoint(StoredTensors):
         self.update(held)
 
 
-def _files_of_index(index: Path, suffix: str) -> dict[str, list[str]]:
+def _files_of_index(index: Path) -> dict[str, list[str]]:
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: wanted a weight_map from keys to files")
     files: dict[str, list[str]] = {}
     for key, name in weight_map.items():
-        if not isinstance(name, str) or not name.endswith(suffix) or any(c in name for c in "/\\\0"):
+        if not isinstance(name, str) or not name.endswith(".safetensors") or any(c in name for c in "/\\\0"):
             raise CheckpointError(
-                f"{index} names the file {name!r}; wanted one that lies beside it and ends with {suffix}"
+                f"{index} names the file {name!r}; wanted one that lies beside it and ends with .safetensors"
             )
         files.setdefault(name, []).append(key)
     return files
@@ -333,7 +331,7 @@ class FileTensor(Stored):
 
 
 class MemoryTensor(Stored):
-    """Represents a stored tensor that is in memory, or mapped."""
+    """Represents a stored tensor that is in memory."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor.detach()
@@ -341,25 +339,6 @@ class MemoryTensor(Stored):
 
     def fill(self, start: int, out: Tensor, view: View | None = None) -> None:
         out.copy_(self._tensor.reshape(-1)[start : start + len(out)])  # a copy only where it is strided
-
-
-def _unpickle(path: Path) -> dict[str, Stored]:
-    what = (
-        f"{path} cannot be read as plain tensors. Convert it once: load it by AutoModel.from_pretrained(DIR) "
-        "where you trust it, and save it with save_pretrained(NEW_DIR), which writes safetensors"
-    )
-    with library_errors(CheckpointError, what):
-        os.close(open_regular(path))
-        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        if not isinstance(loaded, dict) or not all(isinstance(each, Tensor) for each in loaded.values()):
-            raise ValueError("it is not a dictionary of tensors")
-        for key, tensor in loaded.items():
-            if not isinstance(key, str):
-                raise ValueError(f"it has the key {repr(key)[:100]}; wanted the name of a parameter")
-            if tensor.layout != torch.strided or not tensor.is_cpu or tensor.dtype not in DTYPES.values():
-                kind = f"{tensor.device.type}, {tensor.layout}, {tensor.dtype}".replace("torch.", "")
-                raise ValueError(f"{key[:200]!r} is a tensor without plain values ({kind})")
-    return {key: MemoryTensor(tensor) for key, tensor in loaded.items()}
 
 
 #: The number of a layer in the name of a tensor.

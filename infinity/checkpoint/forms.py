@@ -119,8 +119,9 @@ def _parse(given: Mapping[str, Any]) -> Quantization:
     if method == "bitsandbytes":
         if len(loads) != 1:
             raise ValueError("wanted either load_in_4bit or load_in_8bit")
-        form = str(given.get("bnb_4bit_quant_type", "fp4")).upper() if loads == ["4bit"] else "LLM.int8"
-        return Quantization(method, f"{form[:100]} of bitsandbytes")
+        if loads == ["4bit"] and (kind := given.get("bnb_4bit_quant_type", "fp4")) != "nf4":
+            raise ValueError(f"bnb_4bit_quant_type is {shown(kind)}; wanted nf4, whose errors are smaller")
+        return Quantization(method, f"{'NF4' if loads == ['4bit'] else 'LLM.int8'} of bitsandbytes")
     if method == "modelopt":
         algorithm = given["quant_algo"]
         if algorithm not in _MODELOPT:
@@ -519,14 +520,9 @@ def _llm_int8(group: _Group, quantization: Quantization) -> Decoded:
 
 
 def _4bit(group: _Group, quantization: Quantization) -> Decoded:
-    """Return a matrix that bitsandbytes packed; ``quant_state`` in its files is JSON."""
+    """Return a matrix that bitsandbytes packed as NF4; ``quant_state`` in its files is JSON."""
     packed = group.take("", (torch.uint8, *_FLOATS))
-    kinds = [kind for kind in ("nf4", "fp4") if f".quant_state.bitsandbytes__{kind}" in group]
-    if len(kinds) != 1:
-        raise ValueError(
-            f"{group.name}: got {len(kinds)} of .quant_state.bitsandbytes__nf4 and __fp4; wanted one"
-        )
-    state = group.take(f".quant_state.bitsandbytes__{kinds[0]}", (torch.uint8,), (-1,))
+    state = group.take(".quant_state.bitsandbytes__nf4", (torch.uint8,), (-1,))
     where, nested, said = group.used[-1], ".nested_absmax" in group, b""
     try:
         if state.shape.numel() <= _MOST_STATE_NBYTES:
@@ -537,13 +533,13 @@ def _4bit(group: _Group, quantization: Quantization) -> Decoded:
         together, offset = (found["nested_blocksize"], found["nested_offset"]) if nested else (1, 0.0)
         blocks, more = divmod(shape.numel(), size)
         together = min(_count(together), blocks)
-        known = size in _BLOCKS and found["quant_type"] == kinds[0] and math.isfinite(offset)
+        known = size in _BLOCKS and found["quant_type"] == "nf4" and math.isfinite(offset)
         if not known or more or len(shape) < 2:
             raise ValueError
     except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
         raise ValueError(
             f"{where}: got {state.shape.numel()} bytes, {said[:200]!r}; wanted JSON of a few lines with "
-            f"quant_type {kinds[0]}, dtype ({', '.join(map(_plain, _FLOATS))}), blocksize (32 to 4096) "
+            f"quant_type nf4, dtype ({', '.join(map(_plain, _FLOATS))}), blocksize (32 to 4096) "
             "and a shape of whole blocks (where absmax is quantized, also nested_blocksize and nested_offset)"
         ) from error
     nbytes = packed.shape.numel() * packed.dtype.itemsize
@@ -553,7 +549,7 @@ def _4bit(group: _Group, quantization: Quantization) -> Decoded:
         )
     sizes = group.take(".absmax", (torch.uint8 if nested else torch.float32,), (blocks,))
     parts = [SlabPart(packed, (size // 2 // packed.dtype.itemsize,)), SlabPart(sizes, (1,))]
-    how: dict[str, Any] = {"numbers": codecs.NF4 if kinds == ["nf4"] else codecs.FP4, "dtype": dtype}
+    how: dict[str, Any] = {"numbers": codecs.NF4, "dtype": dtype}
     if nested:
         second = group.take(".nested_absmax", (torch.float32,), (-(-blocks // together),))
         parts.append(SlabPart(second, (1,), together))

@@ -499,15 +499,8 @@ class CheckpointValues:
         return given[0][1] if given else None
 
     def notes(self) -> list[str]:
-        lines = []
-        if self._initialized:
-            lines.append(f"initialized, as the checkpoint lacks them: {', '.join(self._initialized)}")
-        if self._checkpoint.pickled:
-            lines.append(
-                f"{self._checkpoint.path} holds pickled weights; save_pretrained writes them as safetensors, "
-                "which load faster"
-            )
-        return lines
+        lacking = ", ".join(self._initialized)
+        return [f"initialized, as the checkpoint lacks them: {lacking}"] if lacking else []
 
     def counts(self, unit: Unit) -> bool:
         return any(id(s.whole) in self._initializing for s in unit.segments)

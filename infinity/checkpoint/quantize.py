@@ -116,10 +116,6 @@ class QuantizedLayout(Checkpoint):
                 "stored form to export in: leave stored_as out (infinity export without --stored)"
             )
         super()._open()
-        if self.pickled:
-            raise CheckpointError(
-                f"{self.path} holds pickled weights, not safetensors in a stored form: export without it"
-            )
         stored, self.keys_of = list(self.values()), {id(each): key for key, each in self.items()}
         decode_checkpoint(self, quantization)
         self.form = str(quantization)
@@ -470,8 +466,6 @@ def fingerprint(source: Path, like: Path) -> str:
     with Checkpoint(source) as plain, Checkpoint(like) as empty:
         for file in plain.files:
             digest.update(f"{file.path.name} {file.sample()} ".encode())
-        for path in sorted(source.glob("*.bin")) if plain.pickled else ():
-            digest.update(f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns} ".encode())
         for file in empty.files:
             digest.update(file.header)
     digest.update((like / "config.json").read_bytes())

@@ -2,7 +2,6 @@
 
 import json
 import os
-import pickle
 import shutil
 import struct
 from contextlib import closing
@@ -318,58 +317,15 @@ def test_no_file_stays_open_after_a_refused_header(tmp_path):
     assert open_files() <= before  # threads of other tests may end meanwhile
 
 
-# --- pickled weights -----------------------------------------------------------------------
-
-
-def test_pickled_weights_are_read_with_the_restricted_unpickler(tmp_path):
-    tensors = {"a": torch.randn(3, 4), "b": torch.arange(4), "turned": torch.randn(4, 3).t()}
-    torch.save(tensors, tmp_path / "pytorch_model.bin")
-    assert_holds(tmp_path, tensors)
-    with Checkpoint(tmp_path) as checkpoint:
-        assert checkpoint.pickled
-
-
-def test_pickled_weights_in_several_files(tmp_path):
-    torch.save({"a": torch.ones(2)}, tmp_path / "pytorch_model-1.bin")
-    torch.save({"b": torch.zeros(3)}, tmp_path / "pytorch_model-2.bin")
-    index = {"weight_map": {"a": "pytorch_model-1.bin", "b": "pytorch_model-2.bin"}}
-    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-    assert_holds(tmp_path, {"a": torch.ones(2), "b": torch.zeros(3)})
-
-
 def test_safetensors_go_before_pickled_weights(sharded):
     (sharded / "pytorch_model.bin").write_bytes(b"never read")
     with Checkpoint(sharded) as checkpoint:
-        assert not checkpoint.pickled
+        assert len(checkpoint.files) > 1
 
 
-class Hostile:
-    """Leaves a file behind when it is unpickled."""
-
-    def __init__(self, path):
-        self.path = str(path)
-
-    def __reduce__(self):
-        return (open, (self.path, "w"))
-
-
-@pytest.mark.parametrize("zipped", [True, False])
-def test_code_in_pickled_weights_never_runs(tmp_path, zipped):
-    trap = tmp_path / "trap"
-    torch.save({"a": Hostile(trap)}, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
-    assert "Convert it" in refused(tmp_path)
-    assert not trap.exists()
-
-
-@pytest.mark.parametrize("content", [pickle.dumps({"a": 1}), b"", b"PK\x03\x04", b"\x80\x04."])
-def test_what_torch_did_not_save_is_refused_with_advice(tmp_path, content):
-    (tmp_path / "pytorch_model.bin").write_bytes(content)
-    assert "Convert it" in refused(tmp_path)
-
-
-def test_a_pickle_of_other_things_is_refused_with_advice(tmp_path):
-    torch.save({"a": torch.ones(2), "step": 3}, tmp_path / "pytorch_model.bin")
-    assert "not a dictionary of tensors" in refused(tmp_path)
+def test_pickled_weights_are_not_opened(tmp_path):
+    (tmp_path / "pytorch_model-00001-of-00002.bin").write_bytes(b"never read")
+    assert "holds pickled weights (pytorch_model-00001-of-00002.bin)" in refused(tmp_path)
 
 
 # --- fuzz ----------------------------------------------------------------------------------

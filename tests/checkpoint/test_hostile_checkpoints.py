@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +111,7 @@ def change(draw: st.DrawFn, kind: str) -> tuple[str, bytes]:
 
 #: Small files of each kind of directory, by name; see :func:`place`.
 FILES: dict[str, dict[str, bytes]] = {}
-KINDS = ("whole", "sharded", "pickled")
+KINDS = ("whole", "sharded")
 
 
 @pytest.fixture(scope="module")
@@ -128,9 +128,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     for kind in KINDS:
         model.save_pretrained(folder / kind, max_shard_size="20KB" if kind == "sharded" else "1GB")
         write_tokenizer(folder / kind, chat_template=MARKED)
-        if kind == "pickled":
-            torch.save(dict(model.state_dict()), folder / kind / "pytorch_model.bin")
-            (folder / kind / "model.safetensors").unlink()
         FILES[kind] = {path.name: path.read_bytes() for path in (folder / kind).iterdir()}
     (folder / "text.txt").write_text("the quick brown fox\n" * 40)
     chat = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "the b"}]}
@@ -263,62 +260,6 @@ def test_a_first_forward_pass_that_fails_names_the_checkpoint_or_the_memory(
 
     monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", fail)
     assert run("whole").startswith(message)
-
-
-class Reduced:
-    """Pickles as a call."""
-
-    def __init__(self, *call: Any) -> None:
-        self.call = call
-
-    def __reduce__(self) -> Any:
-        return self.call
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (
-            lambda: torch.empty(272, 16, device="meta"),
-            "is a tensor without plain values (meta, strided, float32)",
-        ),
-        (lambda: torch.eye(272).to_sparse(), "is a tensor without plain values (cpu, sparse_coo, float32)"),
-        (
-            lambda: torch.eye(272).to_sparse_csr(),
-            "is a tensor without plain values (cpu, sparse_csr, float32)",
-        ),
-        (
-            lambda: torch.quantize_per_tensor(torch.eye(272), 0.1, 0, torch.qint8),
-            "without plain values (cpu, strided, qint8)",
-        ),
-        (
-            lambda: torch.zeros(2, dtype=torch.complex128),
-            "is a tensor without plain values (cpu, strided, complex128)",
-        ),
-        (lambda: {"a": torch.zeros(2)}, "is not a dictionary of tensors"),
-        (lambda: None, "is not a dictionary of tensors"),
-        (lambda: Reduced(print, ("x",)), "cannot be read as plain tensors"),
-        (lambda: Reduced(torch.Tensor, ("x",)), "cannot be read as plain tensors"),
-    ],
-)
-@pytest.mark.filterwarnings("ignore")
-def test_a_pickled_tensor_without_plain_values_is_an_error(
-    place: Path, make: Callable[[], Any], message: str
-) -> None:
-    state = torch.load("pickled/pytorch_model.bin", weights_only=True) | {"model.embed_tokens.weight": make()}
-    content = io.BytesIO()
-    torch.save(state, content)
-    said = changed("pickled", pytorch_model=content.getvalue())
-    assert said.startswith("CheckpointError: changed/pytorch_model.bin")
-    assert message in said
-
-
-def test_a_pickled_key_is_the_name_of_a_parameter(place: Path) -> None:
-    content = io.BytesIO()
-    torch.save({3: torch.zeros(2)}, content)
-    assert "has the key 3; wanted the name of a parameter" in changed(
-        "pickled", pytorch_model=content.getvalue()
-    )
 
 
 #: Parts of a tokenizer at which the library, which is written in Rust, panics: opening it, and encoding.

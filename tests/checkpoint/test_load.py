@@ -307,16 +307,15 @@ def test_saving_knows_the_conversions_that_loading_used(saved, load):
     assert [repr(each) for each in model._weight_conversions] == used != []
 
 
-def test_pickled_weights_are_loaded_and_people_are_told(saved, load):
+def test_pickled_weights_are_refused_with_the_line_that_converts_them(saved, load):
     directory, plain, _ = saved("gpt2")
     expected = plain()
     torch.save(load_file(directory / "model.safetensors"), directory / "pytorch_model.bin")
     (directory / "model.safetensors").unlink()
-    model = load(directory)
-    assert_equal(model, expected)
-    said = []
-    runtime_of(model).say.attach(said.append)
-    assert any("pickled" in line for line in said)
+    with pytest.raises(CheckpointError, match=r"pickled weights \(pytorch_model.bin\)") as refused:
+        load(directory)
+    exec(str(refused.value).partition("beside them: ")[2], {"DIR": str(directory)})  # what it says to do
+    assert_equal(load(directory), expected)
 
 
 # --- what the checkpoint lacks -----------------------------------------------------------------

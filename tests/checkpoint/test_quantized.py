@@ -216,6 +216,7 @@ def test_decoding_holds_a_part_of_a_tensor_only(tmp_path, monkeypatch):
         ("awq", {"version": "gemv"}, 'version is "gemv" with 4 bits; wanted gemm with 4'),
         ("awq", {"bits": 8}, "with 8 bits"),
         ("nf4", {"load_in_8bit": True}, "either load_in_4bit or load_in_8bit"),
+        ("nf4", {"bnb_4bit_quant_type": "fp4"}, "bnb_4bit_quant_type is 'fp4'; wanted nf4"),
     ],
 )
 def test_a_format_that_cannot_be_decoded_is_refused_and_named(written, kind, changes, what):
@@ -255,7 +256,7 @@ def test_a_format_that_cannot_be_decoded_is_refused_and_named(written, kind, cha
         ("mixed", "down_proj.weight_scale", torch.ones(7, 1).bfloat16(), r"of shape \(32, 3\)"),
         ("awq", "scales", torch.ones(5, 32).half(), r"\(10, 4\); wanted int32 of shape \(5, 4\)"),
         ("awq", "qzeros", None, r"qzeros is missing; wanted int32 of shape \(10, 4\)"),
-        ("nf4", "quant_state.bitsandbytes__nf4", None, "got 0 of .*; wanted one"),
+        ("nf4", "quant_state.bitsandbytes__nf4", None, "__nf4 is missing; wanted uint8"),
         ("nf4", "quant_state.bitsandbytes__nf4", STATE[:-3], "wanted JSON of a few lines"),
         ("nf4", "quant_state.bitsandbytes__nf4", STATE, "a shape of whole blocks"),
         ("nf4", "quant_state.bitsandbytes__nf4", STATE[:1].repeat(2**17), "JSON of a few lines"),

@@ -196,9 +196,7 @@ def test_sizes_that_are_no_counts_may_be_large(tmp_path):
 # --- files that are none -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name", ["config.json", "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"]
-)
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json"])
 @pytest.mark.parametrize("kind", ["pipe", "directory", "device", "socket"])
 def test_what_is_no_file_is_refused_at_once(tmp_path, llama, name, kind):
     if name != "config.json":

@@ -258,38 +258,34 @@ def awq(directory: Path) -> Values:
 
 
 def nf4(directory: Path) -> Values:
-    """As transformers saves bitsandbytes' NF4, with quantized scales, and FP4 without."""
+    """As transformers saves bitsandbytes' NF4, with quantized scales and without."""
     tensors = load_file(directory / "model.safetensors")
     for key in [*_projections(tensors), *_experts(tensors)]:
         shape, numel = list(tensors[key].shape), tensors[key].numel()
-        blocks, kind = numel // 64, "fp4" if "v_proj" in key else "nf4"
-        said = {"quant_type": kind, "blocksize": 64, "dtype": "bfloat16", "shape": shape}
+        blocks = numel // 64
+        said = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": shape}
         tensors[key] = torch.randint(0, 256, (numel // 2, 1), dtype=torch.uint8)
         tensors[f"{key}.absmax"] = torch.rand(blocks) * 0.1 + 0.01
-        tensors[f"{key}.quant_map"] = torch.from_numpy(BNB[kind].copy())
-        if kind == "nf4":
+        tensors[f"{key}.quant_map"] = torch.from_numpy(NF4.copy())
+        if "v_proj" not in key:
             said |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.0612}
             tensors[f"{key}.absmax"] = torch.randint(0, 256, (blocks,), dtype=torch.uint8)
             tensors[f"{key}.nested_absmax"] = torch.rand(-(-blocks // 256)) * 0.01 + 0.01
             tensors[f"{key}.nested_quant_map"] = torch.linspace(-1, 1, 256)
         state = torch.frombuffer(bytearray(json.dumps(said).encode()), dtype=torch.uint8)
-        tensors[f"{key}.quant_state.bitsandbytes__{kind}"] = state
+        tensors[f"{key}.quant_state.bitsandbytes__nf4"] = state
     config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
     _write(directory, tensors, config | {"load_in_8bit": False})
     return stands_for(directory)
 
 
-#: The sixteen values of bitsandbytes' types, as its documentation lists them.
-BNB = {
-    "nf4": np.array([
-        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
-        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
-        0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
-        0.7229568362236023, 1.0,
-    ], np.float32),
-    "fp4": np.array([*(sizes := [0.0, 0.0625, 8, 12, 4, 6, 2, 3]), *(-x for x in sizes)], np.float32)
-    / np.float32(12),
-}  # fmt: skip
+#: The sixteen values of bitsandbytes' NF4, as its documentation lists them.
+NF4 = np.array([
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+    0.7229568362236023, 1.0,
+], np.float32)  # fmt: skip
 
 
 def llm_int8(directory: Path) -> Values:
@@ -437,7 +433,7 @@ def _4bit_values(stored: Values, key: str) -> Tensor:
         table = stored[f"{key}.nested_quant_map"].numpy()
         sizes = table[sizes] * second + np.float32(said["nested_offset"])
     codes = _nibbles(stored[key].reshape(-1), high_first=True)
-    values = BNB[said["quant_type"]][codes].reshape(len(sizes), -1) * sizes[:, None]
+    values = NF4[codes].reshape(len(sizes), -1) * sizes[:, None]
     return torch.from_numpy(values.reshape(said["shape"])).to(getattr(torch, said["dtype"]))
 
 
