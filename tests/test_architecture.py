@@ -281,11 +281,11 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 
 #: The most lines of each room. A number rises only in a commit whose body says what left instead.
 ROOM_BUDGETS = {
-    "": 667,
+    "": 656,
     "activations": 2921,
     "api": 4318,
-    "app": 2841,
-    "checkpoint": 4194,
+    "app": 2637,
+    "checkpoint": 4155,
     "comm": 1699,
     "core": 2253,
     "data": 2725,
