@@ -105,8 +105,8 @@ class Loop:
             reference = Reference(recipe, model, self.loss.log_probs, self._mean.total, views.log)
             reference.fill(parts, folder, step=self.step)
             optimizer.report()  # excludes its time and bytes from the first step's report
-        #: What follows a step, given its number and seconds; each returns whether it took time.
-        self._after: list[Callable[[int, float], bool]] = []
+        #: What follows a step, given its number; each returns whether it took time.
+        self._after: list[Callable[[int], bool]] = []
         if recipe.train.sample_every is not None:
             tasks = {task.name: partial(task.within, model) for task in self.tasks}
             self._after.append(Samples(recipe, model, tasks, self._mean, views).after)
@@ -171,7 +171,7 @@ class Loop:
                 self._views.log(plan.describe())
             if train.eval_every and (step % train.eval_every == 0 or step == self._recipe.steps):
                 self._evaluate(step)
-            took = [after(step, report.step_s) for after in self._after]
+            took = [after(step) for after in self._after]
             if any(took):
                 self._optimizer.report()  # excludes their time and bytes from the next step's report
         self._optimizer.synchronize()  # the last step's updates may fail on any rank;
