@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import infinity
+from infinity.core.config import SettingError
 from infinity.core.errors import StateError
 from infinity.engine.runtime import runtime_of
 from infinity.optim.dictionaries import Parameter, carried, fitted
@@ -152,14 +153,14 @@ def test_a_state_of_bitsandbytes_is_loaded(block, nested):
               for i, each in enumerate((kept, small))}  # fmt: skip
     group = {**rule.defaults, "alpha": 0.0, "t_alpha": None, "params": [0, 1]}
     params = [Parameter(str(i), s, True, rule.way({}, 0, s)) for i, s in enumerate((shape, shape[1:]))]
-    made = fitted(rule, {"state": states, "param_groups": [group]}, params, [group], {}.__getitem__)
+    made = fitted(rule, {"state": states, "param_groups": [group]}, params, [group])
     assert [each["step"] for each in made.state.values()] == [3, 3]
     assert torch.equal(made.state[1]["exp_avg"], first[0])
     assert (made.state[0]["exp_avg"] - first).abs().mean() < 0.02
     assert (made.state[0]["exp_avg_sq"] - second).abs().mean() < 0.005
     del states[0].get("__bnb_optimizer_quant_state__", states[0])["absmax1"]
     with pytest.raises(StateError, match="8-bit state without a largest value for each block"):
-        fitted(rule, {"state": states, "param_groups": [group]}, params, [group], {}.__getitem__)
+        fitted(rule, {"state": states, "param_groups": [group]}, params, [group])
 
 
 @pytest.mark.parametrize(
@@ -182,6 +183,30 @@ def test_bitsandbytes_own_optimizers_give_such_states(name, rule):
     params = [
         Parameter(str(i), w.shape, True, find_rule(rule).way({}, 0, w.shape)) for i, w in enumerate(weights)
     ]
-    made = fitted(find_rule(rule), packed, params, packed["param_groups"], {}.__getitem__)
+    made = fitted(find_rule(rule), packed, params, packed["param_groups"])
     for i, mean in enumerate(means):
         assert (made.state[i]["exp_avg"] - mean).abs().mean() < 0.02 * mean.abs().mean()
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers", "kept", "wanted"),
+    [
+        ("adafactor", {"lr": 1e-3, "beta2_decay": -0.8, "d": 1.0}, {}, "no clip_threshold, decay_rate, eps"),
+        (
+            "adafactor",
+            {**RULES["adafactor"].defaults, "eps": (1e-30, 1e-3)},
+            {"exp_avg_sq_row": torch.ones(4), "exp_avg_sq_col": torch.ones(3)},
+            r"eps: got \(1e-30, 0.001\)",
+        ),
+        ("muon", {"lr": 1e-3, "momentum": 0.9, "ns_coefficients": (3.4, -4.8, 2.0)}, {}, "begin at zero"),
+        ("schedulefree", RULES["schedulefree"].defaults, {"z": torch.ones(4, 3)}, "has z, which"),
+    ],
+)  # fmt: skip
+def test_states_that_other_libraries_keep_in_another_way_are_refused(name, numbers, kept, wanted):
+    rule, shape = RULES[name], torch.Size((4, 3))
+    group = {**rule.defaults, "params": [0]}
+    params = [Parameter("w", shape, True, rule.way(group, 0, shape))]
+    moments = {moment.name: torch.ones(shape) for moment in rule.moments}
+    packed = {"state": {0: {"step": 3, **moments, **kept}}, "param_groups": [{**numbers, "params": [0]}]}
+    with pytest.raises((StateError, SettingError), match=wanted):
+        fitted(rule, packed, params, [group])
