@@ -31,7 +31,7 @@ CHANGES = {
     ("lion", "muon"): ("exp_avg", "some"),
     ("adamw", "schedulefree"): ("", "none"),
     ("adamw", "adamw+ema"): ("exp_avg, exp_avg_sq", "all"),
-    ("adamw", "adamw+kahan"): ("exp_avg, exp_avg_sq", "all"),
+    ("adamw", "adamw+bf16-stochastic"): ("exp_avg, exp_avg_sq", "all"),
     ("sgd", "lion"): ("", "none"),
     ("adamw", "adafactor"): ("", "none"),
     ("adafactor", "adamw8bit"): ("", "none"),
@@ -42,7 +42,7 @@ CHANGES = {
 
 def start(folder: Any, where: str, name: str) -> tuple[Any, Any]:
     plain, *variants = name.split("+")
-    chosen = {"ema": "optim.ema=0.9", "kahan": "optim.master=kahan"}
+    chosen = {"ema": "optim.ema=0.9", "bf16-stochastic": "optim.master=bf16-stochastic"}
     more = [f"optim.name={plain}", "memory.host=256MiB", *(chosen[each] for each in variants)]
     model = build(models.build("gpt", seed=3)[0], "bf16", [*place(folder, where), *more])
     options = {"ema": 0.9} if "ema" in variants else {}
@@ -81,7 +81,7 @@ def test_a_run_a_checkpoint_and_a_dictionary_go_on_alike(tmp_path, before, now):
         assert {2 if share == "all" else 0} == {*counts} or (share == "some" and {*counts} == {0, 2})
         by_name = dict(zip(saved["names"], saved["state"].values(), strict=True))
         for name, each in zip(optimizer.state_dict()["names"], begun.values(), strict=True):
-            assert torch.equal(each["master"], by_name[name]["master"]) or "kahan" in now
+            assert torch.equal(each["master"], by_name[name]["master"]) or "stochastic" in now
             for moment in (m.name for m in optimizer.rule.moments):
                 carries = each["step"] > 0 and moment in by_name[name]
                 wanted = by_name[name][moment] if carries else torch.zeros(())

@@ -79,7 +79,6 @@ OPTIONS = {
     ),
     "samples (`train.sample_every`)": Row(_SAMPLES, same_losses=True),
 }
-KAHAN = "no exact weights (`optim.master=kahan`)"
 SLICES, TILES = "logits in slices (`memory.logits=slices`)", "weights in tiles (`partition.tile`)"
 OPTIONS |= {
     "activations recomputed (`memory.activations=recompute`)": Row(
@@ -93,7 +92,6 @@ OPTIONS |= {
     "Muon (`optim.name=muon`)": Row(("optim.name=muon",)),
     "Adafactor (`optim.name=adafactor`)": Row(("optim.name=adafactor",)),
     "schedule-free AdamW (`optim.name=schedulefree`)": Row(("optim.name=schedulefree",)),
-    KAHAN: Row(("optim.master=kahan", "train.dtype=bf16")),
     "numbers by names (`optim.groups`)": Row(("optim.groups={'*norm*': {weight_decay: 0.5}}",)),
     "cosine with warm-up (`optim.schedule`)": Row(("optim.schedule=cosine", "optim.warmup_steps=2")),
 }
@@ -263,7 +261,7 @@ def test_two_features_combine_or_are_refused(one: str, other: str, place: Path) 
     assert len({*found}) == STEPS  # it trains
     for option, rest in ((one, other), (other, one)):
         if ROWS[option].same_losses:
-            half = "train.dtype" in ROWS[rest].names and (option in IN_ANOTHER_ORDER or KAHAN in (one, other))
+            half = "train.dtype" in ROWS[rest].names and option in IN_ANOTHER_ORDER
             assert found == pytest.approx(losses(place, rest), rel=1e-3 if half else 1e-5), option
 
 
