@@ -294,7 +294,7 @@ ROOM_BUDGETS = {
     "integrations": 786,
     "nvme": 1207,
     "observe": 995,
-    "optim": 2795,
+    "optim": 2757,
     "partition": 2776,
     "planner": 2415,
     "predict": 4943,
