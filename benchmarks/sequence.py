@@ -4,7 +4,13 @@ A step of one sequence of a small Llama, all activations kept: seconds, and the 
 beyond what it has before: of the first step, and of three, after which the heap has holes. The product of
 attention grows with the square of the length, and is done by both cores in each way.
 
+With ``--longest GIB`` lengths are doubled, from the first of ``--lengths`` up to the last, as long as a step
+of all processes together takes no more memory than that beyond what they had. Plain PyTorch and FSDP2
+recompute blocks; ours divides the sequence over two ranks, computes logits in slices and puts activations on
+NVMe.
+
     python benchmarks/sequence.py [--quick] [--json FILE] [--lengths 4096,8192,16384]
+    python benchmarks/sequence.py --longest 2 --lengths 2048,131072
 """
 
 import json
@@ -18,13 +24,14 @@ from typing import Any
 
 import processes
 import torch
-from options import Options
+from options import Options, folder_on, say
 from report import Claim, print_claims, print_table
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from worker import peak_rss_nbytes
 
 WAYS = {"plain PyTorch": 1, "one rank": 1, "two ranks": 2}
+LONGEST = {"plain PyTorch, recomputing": 1, "FSDP2 on two ranks, recomputing": 2, "two ranks, to NVMe": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,33 +42,48 @@ class Job:
     length: int
     steps: int
     layers: int
+    width: int = 256
+    vocabulary: int = 1024
+    nvme: str = ""  # for activations; empty: they are kept
 
 
 def model_of(job: Job) -> LlamaForCausalLM:
     torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=1024,
-            hidden_size=256,
-            intermediate_size=768,
+            vocab_size=job.vocabulary,
+            hidden_size=job.width,
+            intermediate_size=3 * job.width,
             num_hidden_layers=job.layers,
-            num_attention_heads=8,
-            num_key_value_heads=4,
+            num_attention_heads=job.width // 32,
+            num_key_value_heads=job.width // 64,
             max_position_embeddings=job.length,
         )
     )
 
 
 def work(job: Job, world: int) -> dict[str, Any]:
-    tokens = torch.randint(1024, (1, job.length), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(job.vocabulary, (1, job.length), generator=torch.Generator().manual_seed(1))
     given: dict[str, Tensor] = {"input_ids": tokens, "labels": tokens}
-    if job.way == "plain PyTorch":
+    if "PyTorch" in job.way or "FSDP2" in job.way:
         model = model_of(job)
+        if "recomputing" in job.way:
+            model.gradient_checkpointing_enable()
+        if "FSDP2" in job.way:
+            from torch.distributed.fsdp import fully_shard
+
+            for block in model.model.layers:
+                fully_shard(block)
+            fully_shard(model)
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4)
     else:
         import infinity
 
-        settings = ["train.dtype=fp32", "memory.host=4GiB", "memory.activations=keep", "memory.logits=whole"]
+        settings = ["train.dtype=fp32", "memory.host=4GiB"]
+        if job.nvme:
+            settings += ["memory.activations=offload", f"memory.nvme={job.nvme}", "memory.logits=slices"]
+        else:
+            settings += ["memory.activations=keep", "memory.logits=whole"]
         with infinity.Init(infinity.load_recipe(overrides=settings)):
             model = model_of(job)
         optimizer = infinity.AdamW(model, lr=1e-4)
@@ -79,16 +101,48 @@ def work(job: Job, world: int) -> dict[str, Any]:
     return {"step_s": times, "losses": losses, "peaks": peaks}
 
 
+def measure_longest(limit_gib: float, first: int, last: int, nvme: Path) -> None:
+    """Print for each way what doubled lengths take, up to the first that takes more than the limit."""
+    rows = []
+    for way, world in LONGEST.items():
+        length = first
+        while length <= last:
+            with folder_on(nvme, "sequence") as folder:
+                where = str(folder) if "NVMe" in way else ""
+                job = Job(way, length, 1, layers=2, width=64, vocabulary=32_000, nvme=where)
+                [ranks] = processes.run(job, world, Path(__file__))
+            gib = sum(rank["peaks"][0] for rank in ranks) / 2**30
+            kept = gib <= limit_gib
+            step_s, loss = max(rank["step_s"][0] for rank in ranks), ranks[0]["losses"][0]
+            rows.append(
+                [f"{length:,}", way, f"{gib:.2f}" if kept else f"({gib:.2f})", f"{step_s:.1f}", f"{loss:.4f}"]
+            )
+            say("  ".join(rows[-1]))
+            if not kept:
+                break
+            length *= 2
+    print_table(["tokens", "way", "GiB of all processes", "step s", "loss of rank 0"], rows)
+
+
 def main() -> None:
     parser = Options(__doc__, "one short length", dtype=False)
     parser.add_argument("--lengths", default="4096,8192,16384", help="tokens of a sequence")
+    parser.add_argument("--longest", type=float, metavar="GIB", help="double lengths within this much memory")
     options = parser.parse(None, lengths="512")
     lengths = [*map(int, options.lengths.split(","))]
+    if options.longest is None:
+        compare(lengths, 2 if options.quick else 4, options.json)
+    else:
+        measure_longest(options.longest, lengths[0], lengths[-1], options.nvme)
+
+
+def compare(lengths: list[int], layers: int, output: Path | None) -> None:
+    """Print what each way takes for each length."""
     rows, claims = [], []
     for length in lengths:
         found: dict[str, tuple[float, int, list[float]]] = {}
         for way, world in WAYS.items():
-            [ranks] = processes.run(Job(way, length, 3, 2 if options.quick else 4), world, Path(__file__))
+            [ranks] = processes.run(Job(way, length, 3, layers), world, Path(__file__))
             step_s = statistics.median(max(each) for each in zip(*(rank["step_s"] for rank in ranks)))
             losses = [statistics.fmean(each) for each in zip(*(rank["losses"] for rank in ranks))]
             peaks = [max(each) for each in zip(*(rank["peaks"] for rank in ranks))]
@@ -102,7 +156,7 @@ def main() -> None:
             Claim.at_most(f"{length:,}: losses apart", apart, 1e-5),
         ]
     print_table(["tokens", "way", "step s", "MiB of a process", "after three"], rows)
-    print_claims(claims, options.json)
+    print_claims(claims, output)
 
 
 if __name__ == "__main__":

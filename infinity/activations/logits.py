@@ -40,6 +40,9 @@ Operator = Callable[[Tensor], Tensor]
 
 #: A slice has (head's width / this) rows: its logits and their gradients take about what the head's do.
 _ROWS_PART = 4
+#: Or more, if its logits would take less than this. What is larger than 32 MiB, glibc gives back to the
+#: system; what is smaller leaves holes between what lives longer, and each slice may add some.
+LEAST_SLICE_NBYTES = 36 * 2**20
 #: The package whose hooks, on every module, use units.
 _OURS = __name__.split(".")[0]
 
@@ -61,9 +64,10 @@ def find_head(model: nn.Module) -> nn.Module | None:
     return None
 
 
-def rows_of(hidden: Tensor) -> int:
-    """Return the rows of a slice of ``hidden``, ``(..., width)``."""
-    return max(1, hidden.shape[-1] // _ROWS_PART)
+def rows_of(hidden: Tensor, vocabulary: int) -> int:
+    """Return the rows of a slice of ``hidden``, ``(..., width)``, for a head with so many outputs."""
+    least = LEAST_SLICE_NBYTES // (vocabulary * hidden.element_size())
+    return max(1, hidden.shape[-1] // _ROWS_PART, least)
 
 
 def least_nbytes(rows: int, width: int, itemsize: int, *, trains: bool) -> int:
@@ -135,7 +139,7 @@ class LogitSlices:
             return False
         if self._mode == "slices":
             # In training however few: ranks whose batches differ must use units in the same order.
-            return torch.is_grad_enabled() or rows > rows_of(hidden)
+            return torch.is_grad_enabled() or rows > rows_of(hidden, module.out_features)
         room, trains = self._room(), torch.is_grad_enabled()
         nbytes = least_nbytes(rows, module.out_features, hidden.element_size(), trains=trains)
         pending = room is not None and nbytes > room
@@ -333,7 +337,8 @@ class PendingLogits(Tensor):
         of_slice = partial(_losses, self._call, self._operators, ignore_index)
         if torch.is_grad_enabled():
             of_slice = partial(checkpoint, of_slice, use_reentrant=False, preserve_rng_state=False)
-        slices = (torch.split(each, rows_of(self._hidden)) for each in (self._hidden, target))
+        count = rows_of(self._hidden, self.shape[-1])
+        slices = (torch.split(each, count) for each in (self._hidden, target))
         with self._call.slices.using(self._call.head):
             each = torch.cat([of_slice(*pair) for pair in zip(*slices, strict=True)])
         if reduction == "none":

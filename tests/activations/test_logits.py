@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from infinity.activations import logits
 from infinity.activations.logits import LogitSlices, PendingLogits, find_head
 from infinity.activations.profiler import MemoryMeter
 from infinity.core.errors import StateError
@@ -68,6 +69,12 @@ def test_the_loss_and_all_gradients_are_those_of_whole_logits_within_rounding(na
     rows = batch["labels"].numel()
     assert sum(head.rows) == 2 * rows  # and again in backward
     assert max(head.rows) == HIDDEN // 4 < rows
+
+
+def test_slices_of_a_small_head_are_larger_than_what_a_heap_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logits, "LEAST_SLICE_NBYTES", 36 * 2**20)
+    assert logits.rows_of(torch.empty(2, 4096, 64), 32_000) * 32_000 * 4 > 2**25
+    assert logits.rows_of(torch.empty(2, 4096, 4096), 128_256) == 1024
 
 
 # --- what is done to logits --------------------------------------------------------------------------
