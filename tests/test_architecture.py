@@ -282,7 +282,7 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 #: The most lines of each room. A number rises only in a commit whose body says what left instead.
 ROOM_BUDGETS = {
     "": 656,
-    "activations": 2921,
+    "activations": 2926,
     "api": 4243,
     "app": 2637,
     "checkpoint": 4155,
