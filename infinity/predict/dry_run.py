@@ -21,7 +21,7 @@ import torch
 from infinity.activations.logits import Mode, find_head, least_nbytes
 from infinity.activations.store import directly_moved_nbytes
 from infinity.activations.tensor_cache import LEAST_NBYTES
-from infinity.comm.ranks import Ranks
+from infinity.comm.ranks import Ranks, shares_host
 from infinity.comm.shared import NodeMemory
 from infinity.core.budget import STAGED_CHUNKS, DeviceBudget, left_for_states, piece_nbytes
 from infinity.core.config import SettingError
@@ -83,10 +83,9 @@ class Layout:
             self.policy = "recompute"
         #: Times that a step goes through the trace; a layer schedule takes all micro-batches at once.
         self.micro_batches = 1 if self.layered else recipe.micro_batches
-        shares = ranks > 1 and machine.nodes.count == 1 and memory.shared == "auto"
         rank = Ranks(
             0, ranks, torch.device("cuda" if machine.on_accelerator else "cpu"),
-            memory=NodeMemory(0, ranks) if shares and not machine.on_accelerator else None,
+            memory=NodeMemory(0, ranks) if self.shares and ranks > 1 else None,
         )  # fmt: skip
         self.storage = Storage(memory, self.host_nbytes, dtype, rank.device, recipe.optim.rule)
         self.storage.stack.close()  # its arithmetic alone is wanted
@@ -106,6 +105,11 @@ class Layout:
     def rates(self) -> RankRates:
         threads, state = self.recipe.train.threads, self.storage.layout
         return rank_rates(self.machine, self.model.ranks, self.model.dtype, threads, state)
+
+    @property
+    def shares(self) -> bool:
+        """Return whether ranks of a node have weights in host memory once."""
+        return shares_host(self.recipe.memory.shared, self.machine.nodes.count, peers=self.machine.peers)
 
     @property
     def layered(self) -> bool:
@@ -157,7 +161,8 @@ class Layout:
             )
         built = max(0, self.storage.resident_nbytes - aside)
         settled = max(0, self.storage.settled_nbytes(trained, planned=planned) - aside)
-        placed = choose_homes(shapes, built, settled, drives=drives, whole=rank.host_is_whole)
+        in_place = rank.host_is_whole and not rank.on_accelerator
+        placed = choose_homes(shapes, built, settled, drives=drives, in_place=in_place)
         for unit, shape in zip(model.units, placed, strict=True):
             unit.home = Home(Tier.NVME if shape.on_nvme else Tier.HOST)
             unit.home.bare = model.values.mapped.get(unit.index, False) and not unit.trainable
@@ -292,7 +297,7 @@ class DryRun(Layout):
             piece_nbytes=piece_nbytes(self.host_nbytes - storage.resident_nbytes) if on_accelerator else None,
             reduce_itemsize=self.reduce_itemsize, spilled=self.budget.spilled,
             together=tuple(map(frozenset, self._held[1])) if self.layered else (),
-            of_others=self.model.of_others,
+            of_others=self.model.of_others, whole=self.shares or self.model.ranks == 1,
         )  # fmt: skip
 
     @property
@@ -315,7 +320,7 @@ class DryRun(Layout):
         window come once for each pass, states once a step. ``compute_s``: of a micro-batch, None: that of the
         plan; ``passes``: over the weights, None: two for each.
         """
-        rates, times = self.rates, self.micro_batches
+        rates, times, setup = self.rates, self.micro_batches, self.setup
         if compute_s is None:
             compute_s = float(self.trace.times_s(rates).sum())
         streaming = [unit for unit in self.units if unit.streams]
@@ -326,14 +331,15 @@ class DryRun(Layout):
         states = sum(unit.state_nbytes for unit in trained)
         read = weights * sum(unit.read_nbytes for unit in streaming if unit.on_nvme) + states
         wrote = states + sum(unit.weight_nbytes for unit in trained)
-        gathered = weights * sum(unit.stored_nbytes or unit.nbytes for unit in streaming)
+        gathering = [self.units[i] for i, unit in enumerate(self.units) if unit.streams and setup.gathers(i)]
+        gathered = weights * sum(unit.stored_nbytes or unit.nbytes for unit in gathering)
         channels = [
             (read, rates.channels.read_bytes_per_s),
             (wrote, rates.channels.write_bytes_per_s),
             (gathered, rates.links_bytes_per_s),
         ]
         if self.machine.on_accelerator and not self.division.on_device:
-            uploaded = weights * sum(unit.moved_nbytes for unit in streaming)
+            uploaded = weights * sum(setup.uploaded_nbytes(i) for i, u in enumerate(self.units) if u.streams)
             channels.append((uploaded, rates.channels.host_bytes_per_s))
         return max([compute_s * times, *(nbytes / rate for nbytes, rate in channels if rate > 0)])
 

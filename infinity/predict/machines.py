@@ -25,7 +25,7 @@ from infinity.core.errors import RecipeError
 from infinity.core.files import is_file, user_path, write_file
 from infinity.core.nbytes import format_nbytes
 from infinity.core.plan import Hardware
-from infinity.device.accelerator import memory_nbytes, name_of, synchronize
+from infinity.device.accelerator import memory_nbytes, name_of, reaches_others, synchronize
 from infinity.device.machine import DTYPES, Dtype, auto_dtype, multiply_s, total_host_nbytes, usable_cores
 from infinity.nvme.probe import measure
 from infinity.optim.elementwise import ADAMW, ADAMW_8BIT
@@ -150,6 +150,11 @@ class Machine:
         return self.devices.per_node > 0
 
     @property
+    def peers(self) -> bool:
+        """Return whether there are accelerators that reach each other's memory, not by host memory."""
+        return self.on_accelerator and self.links.device_bytes_per_s is not None
+
+    @property
     def devices_in_all(self) -> int:
         """Return the number of devices of all nodes; 1 where the cores compute."""
         return max(1, self.devices.per_node) * self.nodes.count
@@ -186,6 +191,7 @@ class RankRates:
     fp32_flops_per_s: float
     memory_bytes_per_s: float  # what other operators read and write
     operator_s: float  # the least time of one
+    by_host: bool = False  # collectives take the link of ``channels`` to host memory
     link_threads: float = 1.0  # that a collective keeps busy, without an accelerator
     cores: float = 0.0  # less than 1 where ranks are more than cores; 0: an accelerator computes
     threads: float = 0.0  # that compute on them
@@ -240,6 +246,7 @@ def rank_rates(
         fp32_flops_per_s=share * devices.flops_per_s("fp32"),
         memory_bytes_per_s=share * (devices.memory_bytes_per_s or host.bytes_per_s),
         operator_s=devices.operator_s,
+        by_host=machine.on_accelerator and not machine.peers,
         link_threads=1.0 if links.core_s_per_byte is None else links.core_s_per_byte * between,
         cores=0.0 if machine.on_accelerator else cores,
         threads=0.0 if machine.on_accelerator else used,
@@ -301,7 +308,10 @@ def probe(directories: Sequence[str | Path]) -> Machine:
                 links = LinksConfig(device_bytes_per_s=bytes_per_s, core_s_per_byte=core_s_per_byte)
         if found is not None:
             device = torch.device(found.type, torch.accelerator.current_device_index())
-            links = LinksConfig(host_bytes_per_s=_rounded(measure_hardware(device, (), 0).host_bytes_per_s))
+            links = LinksConfig(
+                host_bytes_per_s=_rounded(measure_hardware(device, (), 0).host_bytes_per_s),
+                device_bytes_per_s=_between_bytes_per_s(device),
+            )
             devices = DevicesConfig(
                 per_node=torch.accelerator.device_count(),
                 name=name_of(device),
@@ -408,6 +418,16 @@ def _updated(layout: StateLayout) -> tuple[float, int]:
     """Return the bytes that an update of an element reads and writes, and its 8-bit values."""
     codes = sum(isinstance(moment.form, Quantized) for moment in layout.moments)
     return 2 * layout.bytes_per_element + layout.dtype.itemsize, codes
+
+
+def _between_bytes_per_s(device: torch.device) -> float | None:
+    """Return how fast an accelerator writes to the memory of another; None: it reaches none."""
+    other = torch.device(device.type, (device.index + 1) % torch.accelerator.device_count())
+    if other == device or not reaches_others(device):
+        return None
+    source = torch.ones(_COPIED_NBYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source, device=other)
+    return _rounded(_COPIED_NBYTES / _best_s(lambda: target.copy_(source), device))
 
 
 def _update_rates() -> tuple[float, float]:

@@ -149,14 +149,14 @@ class _Player:
     def _bring(self, unit: int, arrived: Callable[[], object], *, stayed: bool) -> None:
         """Bring a unit's shard to the device, and those of other ranks; then call ``arrived``."""
         setup, clock, shape, rates = self.setup, self._clock, self.setup.units[unit], self.setup.rates
-        if setup.ranks > 1:  # see [Note: one queue of collectives]
+        if setup.gathers(unit):  # see [Note: one queue of collectives]
             nbytes = shape.stored_nbytes or shape.nbytes
             clock.nbytes[LINKS] += nbytes
             time_s = nbytes / rates.links_bytes_per_s + COLLECTIVE_S
             arrived = clock.serve(LINKS, time_s, arrived, rates.link_threads, ready=False)
         upload = arrived
         if unit not in self._memory.updated:
-            upload = partial(clock.over_link, Channel.HOST_TO_DEVICE, shape.moved_nbytes, arrived)
+            upload = partial(clock.over_link, Channel.HOST_TO_DEVICE, setup.uploaded_nbytes(unit), arrived)
         if stayed:
             self._updates.when_computed(unit, upload)
         elif not shape.on_nvme:

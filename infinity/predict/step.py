@@ -36,7 +36,7 @@ COMPUTE, LINKS, UPDATE, DECODE = "compute", "links", "update", "decode"
 #: Queues of the clock: channels, but those of codecs, and what does one job after the other. Beside them the
 #: training thread.
 _QUEUES = [*(channel.label for channel in list(Channel)[:4]), LINKS, UPDATE, DECODE]
-_DECODE = 6
+_LINKS, _DECODE = 4, 6
 #: The turn of a gradient whose memory no longer counts until the next one has begun.
 OVER = -1
 #: The least micro-batches that are planned, and played, before they are taken to repeat.
@@ -88,13 +88,13 @@ class UnitShape:
 
 
 def choose_homes(
-    units: Sequence[UnitShape], resident_nbytes: int, settled_nbytes: int, *, drives: bool, whole: bool
+    units: Sequence[UnitShape], resident_nbytes: int, settled_nbytes: int, *, drives: bool, in_place: bool
 ) -> tuple[UnitShape, ...]:
     """Return the units with their homes, as :class:`infinity.shards.tiers.Tiers` gives them.
 
     While a model is built room for the moments of each unit is set aside; when the optimizer is made, what
-    frozen units do not need goes to others, trained ones first, within ``settled_nbytes``. ``whole``: what is
-    there needs no other memory, see :attr:`infinity.comm.ranks.Ranks.host_is_whole`.
+    frozen units do not need goes to others, trained ones first, within ``settled_nbytes``. ``in_place``: what
+    is there needs no other memory.
 
     Raises:
         BudgetError: They do not fit host memory, and there are no drives.
@@ -124,7 +124,7 @@ def choose_homes(
     resident.update(frozen[place] for place in spread(sizes, settled_nbytes - used))
     found = list(units)
     for index in resident:
-        streams = not whole or units[index].stored_nbytes > 0
+        streams = not in_place or units[index].stored_nbytes > 0
         found[index] = replace(units[index], on_nvme=False, streams=streams)
     return tuple(found)
 
@@ -233,6 +233,7 @@ class StepSetup:
     spilled: frozenset[int] = frozenset()  # units whose gradients wait on NVMe
     together: tuple[frozenset[int], ...] = ()  # tiles of each block that all its micro-batches use
     of_others: frozenset[int] = frozenset()  # units of adapters that the traced micro-batch does not use
+    whole: bool = False  # host memory has all of a unit: see :attr:`infinity.comm.ranks.Ranks.host_is_whole`
 
     def item_nbytes(self, item: int) -> int:
         """Return the device memory of a unit's full values, or (``~unit``) of a tile's stored bytes."""
@@ -242,7 +243,17 @@ class StepSetup:
 
     def travels(self, unit: int) -> bool:
         """Return whether a unit's shard moves; else it is used, or decoded, where it lies."""
-        return self.units[unit].on_nvme or self.on_accelerator or self.ranks > 1
+        return self.units[unit].on_nvme or self.on_accelerator or not self.whole
+
+    def gathers(self, unit: int) -> bool:
+        """Return whether this rank has a part of a unit, and gets the others from other ranks."""
+        in_host = not self.units[unit].on_nvme and unit not in self.division.on_device
+        return self.ranks > 1 and not (self.whole and in_host)
+
+    def uploaded_nbytes(self, unit: int) -> int:
+        """Return the bytes of a unit that come to this rank's accelerator by its link."""
+        shape = self.units[unit]
+        return shape.moved_nbytes if self.gathers(unit) else shape.stored_nbytes or shape.nbytes
 
     def gradient_nbytes(self, unit: int) -> int:
         """Return the bytes of this rank's shard of a unit's gradient."""
@@ -392,13 +403,18 @@ def _speeds_of(rates: RankRates, going: int, threads: float) -> tuple[float, ...
     cores, channels = rates.cores, rates.channels
     alone = channel_rates(channels)[:4]
     moved = [rate * (going >> i & 1) for i, rate in enumerate(alone)]
+    shared = 1.0  # a link that brings shards one way and gradients the other, and collectives on both
+    if rates.by_host and going >> _LINKS & 1 and moved[2] + moved[3]:
+        shared = 0.5
+        moved[2:] = [0.5 * rate for rate in moved[2:]]
     if moved[0] and moved[1]:
         moved[1], moved[0] = mixed_rates(channels)
     share = min(1.0, cores / threads) if threads else 1.0
     compute = max(LEAST_SPEED, 1 - delay_s_per_byte(channels) * sum(moved)) * share
     if not cores and going >> _DECODE & 1:
         compute *= 0.5  # they share the device
-    return (*(now / rate if now else 1.0 for now, rate in zip(moved, alone)), share, share, share, compute)
+    speeds = (now / rate if now else 1.0 for now, rate in zip(moved, alone))
+    return (*speeds, share * shared, share, share, compute)
 
 
 class VirtualClock:
@@ -407,6 +423,7 @@ class VirtualClock:
     def __init__(self, rates: RankRates, *, on_accelerator: bool) -> None:
         # Others depend on reads and writes, and on decoding; or on each.
         coupled = -1 if rates.cores or delay_s_per_byte(rates.channels) else 0b1000011
+        coupled |= 0b0011100 * rates.by_host
         self.queues = Queues(_QUEUES, partial(_speeds_of, rates), rates.threads, coupled)
         self.on_accelerator = on_accelerator
         self.pass_on, self.busy_s = self.queues.pass_on, self.queues.busy_s

@@ -618,3 +618,26 @@ def test_a_base_in_stored_form_takes_its_own_bytes_of_host_memory_beside_an_acce
     assert any(unit.stored_nbytes and unit.kept_nbytes < unit.nbytes for unit in units)
     gradients = sum(rounded(2 * unit.shard_numel) for unit in units if unit.trainable)  # counted apart
     assert set(counted) == {sum(unit.resident_nbytes for unit in units) - gradients}
+
+
+def test_devices_that_do_not_reach_each_other_get_whole_units_by_their_links_and_gather_none(tmp_path: Path):
+    """Each byte that is gathered goes by host memory, on the link that shards and gradients take, too."""
+    cost, wide = {}, ["model.n_layers=8", "model.d_model=1024", "model.n_heads=8", "model.seq_len=32"]
+    for peers in ("null", "25e9"):
+        machine = load_machine(
+            "server-4090-800g", ["devices.per_node=4", f"links.device_bytes_per_s={peers}"]
+        )
+        for shared in ("auto", "always", "never"):
+            more = [*wide, f"memory.shared={shared}", "memory.host=8GiB", "memory.updates=host"]
+            planned = dry_run(recipe_for(tmp_path, *more, "memory.nvme=[]"), machine, 4)
+            gradients = sum(unit.nbytes for unit in planned.units if unit.trainable)
+            cost[peers, shared] = found = planned.cost
+            gathered = found.nbytes["links"] - gradients
+            uploaded = found.nbytes["host to device"]
+            if shared == "always":
+                assert gathered == 0
+                assert uploaded >= gradients
+            if shared == "never":
+                assert gathered == 4 * uploaded == cost[peers, "always"].nbytes["host to device"]
+        assert cost[peers, "auto"] == cost[peers, "always" if peers == "null" else "never"]
+    assert cost["null", "always"].step_s < cost["null", "never"].step_s
