@@ -52,8 +52,6 @@ T = TypeVar("T")
 _SLICE_S = 0.25
 #: How long a rank that leaves waits for another one that wants something (s).
 LEAVE_S = 30.0
-#: An accelerator's collective in flight for this long makes this rank check, this often, on the others (s).
-_LOOK_S = 2.0
 #: NCCL's own watchdog ends the process without a word: it waits for so much longer than we do (s).
 _WATCHDOG_S = 120.0
 
@@ -108,11 +106,10 @@ class InFlight:
     def __init__(self, device: torch.device, peers: Peers) -> None:
         self.device, self._peers = device, peers
         self.groups: list[Any] = []
-        self._issued: deque[tuple[Any, float]] = deque()  # and until when each may take
-        self._looked_s = 0.0  # when it looked for the other ranks
+        self._issued: deque[tuple[Any, Callable[[], BaseException | None]]] = deque()
 
     def watch(self, work: Any) -> None:
-        self._issued.append((work, time.monotonic() + self._peers.timeout_s))
+        self._issued.append((work, self._peers.watch("a collective of the accelerators")))
 
     def any(self) -> bool:
         while self._issued and self._issued[0][0].is_completed():
@@ -121,15 +118,7 @@ class InFlight:
 
     def look_after(self) -> None:
         """Abort what is in flight if it will not end: another rank failed, died, left or stalled."""
-        what, now_s, peers = "a collective of the accelerators", time.monotonic(), self._peers
-        deadline = self._issued[0][1]
-        if peers.error is None and now_s > deadline:
-            peers.tell(peers.explained(what))
-        elif now_s > max(deadline - peers.timeout_s, self._looked_s) + _LOOK_S:
-            self._looked_s = now_s
-            if told := peers.dead():
-                peers.tell(peers.peer_error(told, what))
-        if peers.overdue(what) is None:
+        if self._issued[0][1]() is None:
             return
         self._issued.clear()
         for group in self.groups:

@@ -29,6 +29,8 @@ from infinity.core.errors import DivergenceError, PeerError, first_line
 BEAT_S = 1.0
 #: How long a rank looks for what silenced another (s).
 _SILENCE_S = 3.5 * BEAT_S
+#: A wait of this long makes this rank check, this often, on the others (s).
+_LOOK_S = 2.0
 #: How long the store may take to answer (s).
 _PATIENCE_S = 10.0
 #: A collective that a rank took part in before it left ends within this time after that (s).
@@ -134,6 +136,27 @@ class Peers:
             f"the cause: mend that, then start the run again; if a rank is only slow, raise "
             f"partition.timeout_s ({self.timeout_s:g} s){why}"
         )
+
+    def watch(self, what: str) -> Callable[[], BaseException | None]:
+        """Return what a wait for ``what`` that begins now calls again and again: :meth:`overdue`.
+
+        It looks whether other ranks live, and gives them ``timeout_s``; then it blocks to find the cause.
+        """
+        began_s = time.monotonic()
+        deadline, next_s = began_s + self.timeout_s, began_s + _LOOK_S
+
+        def look() -> BaseException | None:
+            nonlocal next_s
+            now_s = time.monotonic()
+            if self.error is None and now_s > deadline:
+                self.tell(self.explained(what))
+            elif now_s > next_s:
+                next_s = now_s + _LOOK_S
+                if told := self.dead():
+                    self.tell(self.peer_error(told, what))
+            return self.overdue(what)
+
+        return look
 
     def ask(self, exchange: int, count: int) -> None:
         """Say that this rank waits in an exchange of headers, by its number, for collective ``count``."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,11 @@ from infinity.comm.shared import NodeMemory
 from infinity.core.config import SettingError
 from infinity.core.errors import BudgetError, InfinityError, LaunchError, PeerError, RecipeError, first_line
 from infinity.core.process import find_meeting_point, launched
-from infinity.device.accelerator import hardware_id
+from infinity.device.accelerator import hardware_id, reaches_others
 
 T = TypeVar("T")
+#: Whether ranks of one machine share host memory: values of ``memory.shared``.
+Sharing = Literal["auto", "always", "never"]
 #: Time between two looks for ranks that have not come (s).
 _PAUSE_S = 0.02
 
@@ -39,6 +41,7 @@ class Ranks:
     device: torch.device
     collectives: Collectives | None = None  # None: one process, or the ranks have not met
     memory: NodeMemory | None = None  # None: each has host memory of its own
+    note: str = ""  # on that, for a run's start
 
     @property
     def on_accelerator(self) -> bool:
@@ -46,8 +49,11 @@ class Ranks:
 
     @property
     def host_is_whole(self) -> bool:
-        """Whether a unit in host memory is its own flat buffer: of one rank, or of ranks that share it."""
-        return not self.on_accelerator and (self.world_size == 1 or self.memory is not None)
+        """Whether host memory has all of a unit that lives there: of one rank, or of ranks that share it.
+
+        Without an accelerator it is the unit's flat buffer; to one it is uploaded, with no collective.
+        """
+        return self.world_size == 1 or self.memory is not None
 
     @property
     def nodes(self) -> int:
@@ -57,7 +63,7 @@ class Ranks:
         """Return the smallest ``value`` of all ranks, so that they decide alike; all must call."""
         if self.collectives is None:
             return value
-        return int(self.collectives.exchange("least", [value], where).amin())
+        return int(self._exchange("least", [value], where).amin())
 
     def wait_for_writes(self, where: str) -> None:
         """Where ranks share memory, return when all have come here: see :mod:`infinity.comm.shared`."""
@@ -72,7 +78,13 @@ class Ranks:
         """Return the sums of all ranks' ``count`` values; see :meth:`Collectives.exchange`."""
         if self.collectives is None:
             return [*values()]
-        return [float(each.sum()) for each in self.collectives.exchange("sum", values, where, count).T]
+        return [float(each.sum()) for each in self._exchange("sum", values, where, count).T]
+
+    def _exchange(self, *args: Any) -> torch.Tensor:
+        assert self.collectives is not None
+        if self.memory is not None:  # where others may write after this exchange
+            self.memory.wait_for_reads()
+        return self.collectives.exchange(*args)
 
     def decide(self, make: Callable[[], T], where: str) -> T:
         """Return what ``make`` returns on rank 0, or raise its error, on every rank; all must call."""
@@ -228,11 +240,11 @@ def _store_of_this_start(rank: int, world_size: int, timeout: timedelta) -> Stor
 
 def open_ranks(
     device: torch.device, timeout_s: float, on_failure: Callable[[BaseException], None],
-    ranks_per_node: int | None = None, *, shares: bool = False,
+    ranks_per_node: int | None = None, *, shares: Sharing = "never",
 ) -> Ranks:  # fmt: skip
     """Return this process's :class:`Ranks`, with :class:`Collectives` where there are several.
 
-    Those of one node compute on CPUs with weights in one memory, if it ``shares`` that and all can open it.
+    Those of one node have weights in one host memory, if they are to share it and all can open it.
     """
     if not dist.is_initialized() or (world_size := dist.get_world_size()) == 1:
         return Ranks(0, 1, device)
@@ -241,9 +253,33 @@ def open_ranks(
         raise SettingError("partition.ranks_per_node", ranks_per_node, wanted)
     with peer_errors("meeting the other ranks"):
         collectives = Collectives(device, timeout_s, on_failure, ranks_per_node)
-    shares = shares and device.type == "cpu" and collectives.nodes.count == 1
-    memory = NodeMemory.open(collectives) if shares else None
-    return Ranks(collectives.rank, collectives.world_size, device, collectives, memory)
+    peers = device.type != "cpu" and bool(
+        collectives.exchange("least", [reaches_others(device)], "access between devices").all()
+    )
+    if not shares_host(shares, collectives.nodes.count, peers=peers):
+        return Ranks(collectives.rank, world_size, device, collectives)
+    memory = NodeMemory.open(collectives, device)
+    note = _NOT_SHARED if memory is None else "" if device.type == "cpu" else _SHARED
+    return Ranks(collectives.rank, world_size, device, collectives, memory, note)
+
+
+_SHARED = (
+    "weights in host memory are there once for all ranks of this machine, and each uploads whole units "
+    "(memory.shared=never: each has a part of them there, and devices gather the others)"
+)
+_NOT_SHARED = (
+    "ranks of this machine cannot open memory of rank 0 (by memfd_create and /proc/PID/fd: are they in other "
+    "containers, or limited by ulimit -v or -f?), so each has a part of the weights and gathers the others, "
+    "as with memory.shared=never"
+)
+
+
+def shares_host(choice: Sharing, nodes: int, *, peers: bool) -> bool:
+    """Return whether ranks are to have weights in host memory once: see ``memory.shared``.
+
+    Of devices that reach each other (``peers``) each uploads a part, and they gather the rest.
+    """
+    return nodes == 1 and (choice == "always" or (choice == "auto" and not peers))
 
 
 def agree(value: T, world_size: int, what: str = "agreeing on the run's id") -> T:

@@ -251,10 +251,11 @@ class MemoryConfig(Config):
         "as it has room, and are updated there; others run on the accelerator and back (auto: from host "
         "memory on both, from NVMe where that is faster); host: all on the CPU",
     )
-    shared: Literal["auto", "never"] = option(
+    shared: Literal["auto", "always", "never"] = option(
         "auto",
-        "auto: ranks of one machine without accelerators have weights in host memory once, for all of them; "
-        "never: each has its part, and gathers the others",
+        "always: ranks of one machine have weights in host memory once, for all of them, and each uploads "
+        "whole units; never: each has its part, and gathers the others; auto: never, if there are "
+        "accelerators that reach each other's memory, else always",
     )
     numa: Literal["auto", "never"] = option(
         "auto",

@@ -161,6 +161,16 @@ def hardware_id(device: torch.device) -> str:
     return str(getattr(properties, "uuid", ""))
 
 
+def reaches_others(device: torch.device) -> bool:
+    """Return whether an accelerator reads the memory of all others that this process sees.
+
+    True if its kind does not say, or if it sees no other.
+    """
+    can_access = getattr(_module(device), "can_device_access_peer", lambda *_: True)
+    others = {*range(torch.accelerator.device_count())} - {device.index}
+    return all(can_access(device, torch.device(device.type, other)) for other in others)
+
+
 def pci_address(device: torch.device) -> str:
     """Return an accelerator's address on the PCI bus, as sysfs names it; empty if its kind tells none."""
     properties = getattr(_module(device), "get_device_properties", lambda _: None)(device)

@@ -83,13 +83,14 @@ class HostBuffer:
         self.memory = memoryview(self._map)[start : start + nbytes]
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes, offset=start)
         if self.device.type != "cpu":
-            self.lock()
+            self.lock(self.tensor)
 
-    def lock(self) -> None:
-        address = self.tensor.data_ptr()
-        if (code := page_lock(address, self.nbytes, self.device)) != 0:
+    def lock(self, memory: Tensor) -> None:
+        """Page-lock ``memory``, whole pages, until :meth:`unlock`; BudgetError: the driver refuses."""
+        address = memory.data_ptr()
+        if (code := page_lock(address, memory.nbytes, self.device)) != 0:
             raise BudgetError(
-                f"{self.device} could not page-lock {format_nbytes(self.nbytes)} of host memory "
+                f"{self.device} could not page-lock {format_nbytes(memory.nbytes)} of host memory "
                 f"(error {code}); lower memory.host, or raise the limit of locked memory (ulimit -l)",
                 "memory.host",
             )
@@ -104,11 +105,14 @@ class HostBuffer:
                 event.synchronize()
         self.events.clear()
 
-    def close(self) -> None:
-        """Give the pages back now; the addresses go with the last view, which until then reads zeros."""
+    def unlock(self) -> None:
         self.wait()
         if self._unlock is not None:
             self._unlock()
+
+    def close(self) -> None:
+        """Give the pages back now; the addresses go with the last view, which until then reads zeros."""
+        self.unlock()
         self._map.madvise(mmap.MADV_DONTNEED)
 
 

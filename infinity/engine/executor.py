@@ -181,6 +181,9 @@ class StepExecutor(ActivationBudget):
         ranks, pool, staging = self.ranks, CountingPool(self.device_pool, self.timeline.stall), None
         if self.host is not None and self.budget.host is not None:
             staging = Staging(self.host.staging, self.budget.host.piece, ranks.device)
+            if ranks.memory is not None:
+                ranks.memory.wait_for_reads = staging.wait_for_uploads
+                stack.callback(setattr, ranks.memory, "wait_for_reads", lambda: None)
         kept, storage, nodes = None, self.tiers.storage, ranks.nodes
         if config.partition.gather == "auto" and nodes > 1:
             kept = KeptSlices(
@@ -250,6 +253,8 @@ class StepExecutor(ActivationBudget):
         for index in indices:
             self.tiers.at_home(self.units[index])
             on_device.leave(index)
+        if indices:
+            self.ranks.wait_for_writes("shards that came home")
 
     def hold_blocks(self, blocks: Sequence[set[int]], tiles: Sequence[set[int]], described: str) -> None:
         """Keep any one of ``blocks`` gathered while micro-batches go through it; its tiles, if they fit."""
@@ -422,7 +427,8 @@ class StepExecutor(ActivationBudget):
             if updates.stored_gradients.chosen:
                 self.timeline.stall("write", updates.land_held)
             updates.commit(scales)
-            self.timeline.stall("collective", partial(self.ranks.wait_for_writes, "updates of weights"))
+            if not self.ranks.on_accelerator:  # where uploads of the units wait for them
+                self.timeline.stall("collective", partial(self.ranks.wait_for_writes, "updates of weights"))
             # copies fetched after the unit's gradients were complete
             self.prefetcher.forget(updated - staying)
         self._count_step()

@@ -271,7 +271,7 @@ class FullValues:
         try:
             yield
         except Exception:
-            if not self.ranks.on_accelerator:
+            if self.ranks.memory is not None or not self.ranks.on_accelerator:
                 with contextlib.suppress(InfinityError):  # another rank has ended: this one's own error tells
                     self.ranks.least(1, "averages of weights")
             raise

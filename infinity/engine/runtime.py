@@ -99,7 +99,7 @@ class Runtime:
         memory, partition, rule = self.config.memory, self.config.partition, find_rule(self.config.rule)
         give_up: Any = weakly(self._give_up)
         self.ranks = ranks = open_ranks(
-            device, partition.timeout_s, give_up, partition.ranks_per_node, shares=memory.shared == "auto"
+            device, partition.timeout_s, give_up, partition.ranks_per_node, shares=memory.shared
         )
         if ranks.collectives is not None:
             self.stack.callback(ranks.collectives.close)
@@ -112,8 +112,8 @@ class Runtime:
         self._prepare(rule)
         if line:
             self.note(line)
-        if memory.shared == "auto" and ranks.nodes == 1 and not (ranks.on_accelerator or ranks.host_is_whole):
-            self.note(_NOT_SHARED)
+        if ranks.note:
+            self.note(ranks.note)
         if ranks.rank == 0 and (line := leftovers_line(memory.nvme, self.run_id)):
             self.say(line)
         if ranks.on_accelerator and memory.numa == "auto" and (line := bind(device, memory.nvme)):
@@ -502,11 +502,6 @@ _LANDING_S = 10.0
 _CLOSED = (
     "{} was closed (infinity.close or optimizer.close): its weights, files and threads are gone. Save or "
     "export a model before it is closed; to go on, build it again under infinity.Init"
-)
-_NOT_SHARED = (
-    "ranks of this machine cannot open memory of rank 0 (by memfd_create and /proc/PID/fd: are they in other "
-    "containers, or limited by ulimit -v or -f?), so each has a part of the weights and gathers the others, "
-    "as with memory.shared=never"
 )
 _INTERRUPTED = (
     "a second Ctrl-C interrupted this package's own bookkeeping, so that what it knows of {} may be wrong. "

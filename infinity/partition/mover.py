@@ -41,10 +41,11 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from infinity.comm.collectives import Collectives
 from infinity.comm.nodes import PART_NBYTES, Kept
+from infinity.comm.shared import SharedSlice
 from infinity.core.errors import StateError
 from infinity.core.lifecycle import Tier, UnitState
 from infinity.core.nbytes import Transfer, rounded, stream
-from infinity.device.accelerator import new_stream, on_stream, use_own_stream
+from infinity.device.accelerator import new_stream, on_stream, record, use_own_stream, wait_on_host
 from infinity.device.machine import background_threads
 from infinity.device.memory import CountingPool, HostBuffer, Lease, Pool
 from infinity.partition.unit import StoredForm, Unit
@@ -57,8 +58,6 @@ R = TypeVar("R")
 Upload = Callable[[Tensor, int], object]
 #: Runs what compute waits for, and counts the seconds by cause.
 Waits = Callable[[str, Callable[[], Any]], Any]
-#: Two calls: wait until a unit has arrived, then until it is decoded. Or the error of a unit that failed.
-Arriving = tuple[Callable[[], object], Callable[[], object] | None] | Exception
 
 #: Units that are decoded on a CPU at one time, at most.
 _MOST_DECODED = 4
@@ -81,12 +80,16 @@ class Staging:
 
     def __init__(self, pool: Pool, piece_nbytes: int, device: torch.device = _CPU) -> None:
         self.pool, self.piece_nbytes, self.device = pool, piece_nbytes, device
-        #: The thread that waits for the disk, and copies shards to the device.
+        #: The thread that waits for the disk and for updates, and copies to the device.
         self.uploads = ThreadPoolExecutor(1, "infinity-upload", use_own_stream, (device,))
         self.leaving = new_stream(device)  # of copies to host memory, after compute and beside it
         self.within = new_stream(device)  # of copies inside the device's memory
         self._without = 0  # shards on their way that have no buffer
         self._lock = threading.Lock()
+
+    def wait_for_uploads(self) -> None:
+        """Block until the copies to the device that were asked for have read host memory."""
+        self.uploads.submit(lambda: wait_on_host(record(self.device))).result()
 
     def bring(
         self, nbytes: int, who: str, fetch: Callable[[memoryview, int], Transfer], upload: Upload
@@ -126,6 +129,14 @@ class Staging:
                     buffer.record_use()
 
         return ready
+
+
+class Arriving(NamedTuple):
+    """Brings a unit: calls that wait until it has arrived, and until it is decoded."""
+
+    ready: Callable[[], object]
+    decoded: Callable[[], object] | None
+    gathers: bool  # from other ranks
 
 
 class KeptSlices:
@@ -187,6 +198,12 @@ class _Stored:
     failed: bool = False  # they could not be read, and the use of the unit has raised the error
 
 
+def _whole(lease: Lease | None) -> SharedSlice | None:
+    """Return the memory of all ranks that a shard lies in; None: it is this rank's own."""
+    buffer = None if lease is None else lease.lent
+    return buffer if isinstance(buffer, SharedSlice) else None
+
+
 def _never_inference(method: Callable[P, R]) -> Callable[P, R]:
     """Run outside ``torch.inference_mode`` and ``torch.func``, so that training can use the buffers."""
 
@@ -224,7 +241,7 @@ class UnitMover:
         self.collectives, self.waits, self._wait_until_unused = collectives, waits, wait_until_unused
         self.kept = kept
         self.attached: dict[int, Unit] = {}  # by the address of the flat buffer's storage
-        self._arriving: dict[int, Arriving] = {}
+        self._arriving: dict[int, Arriving | Exception] = {}  # the error of a unit that failed
         self._stored: dict[int, _Stored] = {}  # of units whose stored bytes came first
         self._staying: dict[int, Staying] = {}
         decoders = 1 if staging else min(_MOST_DECODED, max(_LEAST_DECODED, background_threads()))
@@ -245,15 +262,16 @@ class UnitMover:
             return
         unit, staying = self.units[item], self._staying.pop(item, None)
         lease = unit.lease = staying.full if staying else self.pool.lease(unit.nbytes, who=unit.name)
+        gathers = self.collectives is not None and _whole(unit.home.lease) is None
         if staying is not None or unit.stored is None:
             ready = self._bring(unit, lease, unit.shard_nbytes, staying)
-            self._arriving[item] = self._gather(unit, lease, ready), None
+            self._arriving[item] = Arriving(self._gather(unit, lease, ready), None, gathers)
         else:
             stored = self._stored.get(item) or self._bring_stored(unit, unit.stored, stays=False)
             if unit.state in (S.ON_NVME, S.ON_HOST):  # decoded before
                 unit.lifecycle.move(S.FETCHING if unit.home.tier is Tier.NVME else S.UPLOADING)
             decoded = self._decoding.submit(self._decode, unit, unit.stored, stored, lease)
-            self._arriving[item] = stored.ready, decoded.result
+            self._arriving[item] = Arriving(stored.ready, decoded.result, gathers)
 
     def shard(self, index: int) -> tuple[int, Callable[[int, int], Tensor]]:
         """Return the bytes of this rank's shard of a unit, and what reads a part of it for other ranks."""
@@ -277,7 +295,10 @@ class UnitMover:
         return 0 if form is None else rounded(form.nbytes)
 
     def _gather(self, unit: Unit, lease: Lease, ready: Callable[[], object]) -> Callable[[], object]:
-        """Complete a buffer with other ranks' shards when this rank's is ``ready``; return the wait."""
+        """Complete a buffer with other ranks' shards when this rank's is ``ready``; return the wait.
+
+        Where host memory has those of all ranks, ``ready`` brings them.
+        """
         if self.staging is not None and unit.home.is_on_device:  # there is nothing to wait for
             given = Transfer()
             with on_stream(self.staging.within):
@@ -285,7 +306,7 @@ class UnitMover:
             ready = given.wait
         elif self.staging is not None:
             ready = self.staging.uploads.submit(ready).result
-        if self.collectives is None:
+        if self.collectives is None or _whole(unit.home.lease) is not None:
             return ready
 
         def bring() -> Tensor:
@@ -321,7 +342,10 @@ class UnitMover:
     def _bring(
         self, unit: Unit, lease: Lease, nbytes: int, staying: Staying | None = None
     ) -> Callable[[], object]:
-        """Start to bring this rank's shard into its slice of ``lease``; return the call that completes it."""
+        """Start to bring this rank's shard into its slice of ``lease``; return the call that completes it.
+
+        From memory that ranks share, all shards come.
+        """
         begin, source = unit.rank * nbytes, staying.shard if staying else unit.home.lease
         unit.lifecycle.move(S.FETCHING if staying or source is None else S.UPLOADING)
         if staying or source is not None:
@@ -347,7 +371,11 @@ class UnitMover:
         """Copy a shard in memory, once it is ``updated``; None: that has written to the slice itself."""
         updated()
         if shard is not None:
-            lease.tensor.narrow(0, begin, shard.nbytes).copy_(shard.tensor, non_blocking=True)
+            if (shared := _whole(shard)) is None:
+                lease.tensor.narrow(0, begin, shard.nbytes).copy_(shard.tensor, non_blocking=True)
+            else:
+                shared.lock_whole()
+                lease.tensor.copy_(shared.whole[: lease.nbytes], non_blocking=True)
             shard.record_use()
             lease.record_use()
             if gives_back:
@@ -360,18 +388,17 @@ class UnitMover:
             self._finish(self.units[index], arriving)
 
     @_never_inference
-    def _finish(self, unit: Unit, arriving: Arriving) -> None:
+    def _finish(self, unit: Unit, arriving: Arriving | Exception) -> None:
         try:
             if isinstance(arriving, Exception):
                 raise arriving
-            ready, decoded = arriving
             updating = unit.home.updating
             cause = "update" if updating is not None and updating.update.holds_fetches else "read"
             try:
-                self.waits("collective" if self.collectives else cause, ready)
+                self.waits("collective" if arriving.gathers else cause, arriving.ready)
             finally:
-                if decoded is not None:
-                    self.waits("decode", decoded)
+                if arriving.decoded is not None:
+                    self.waits("decode", arriving.decoded)
         except Exception as error:  # the next use raises it, too
             self._arriving[unit.index] = error
             if unit.index in self._stored:
@@ -379,7 +406,7 @@ class UnitMover:
             raise
         del self._arriving[unit.index]
         assert unit.lease is not None
-        if self.collectives is not None:
+        if arriving.gathers:
             unit.lifecycle.move(S.GATHERING)
         unit.lifecycle.move(S.GATHERED)
         flat: Tensor = unit.lease.tensor.view(unit.dtype)
@@ -443,11 +470,10 @@ class UnitMover:
         If the unit could not be read, release the buffer, too, and raise the error.
         """
         unit, arriving = self.units[index], self._arriving.get(index)
-        if isinstance(arriving, tuple):
-            ready, decoded = arriving
+        if isinstance(arriving, Arriving):
             assert unit.lease is not None
             try:
-                self._wait_for_writers(decoded or ready, unit.lease)
+                self._wait_for_writers(arriving.decoded or arriving.ready, unit.lease)
             except Exception:
                 del self._arriving[index]
                 if index in self._stored:

@@ -36,7 +36,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from infinity.comm.shared import NodeMemory
+from infinity.comm.shared import NodeMemory, SharedSlice
 from infinity.core.errors import BudgetError, DiskError, StateError
 from infinity.core.lifecycle import Tier
 from infinity.core.nbytes import Transfer, chained, rounded
@@ -222,6 +222,18 @@ class HostHome(Home):
     @property
     def is_on_device(self) -> bool:
         return self.there is not None and (self.updating is None or self.updating.computed.is_set())
+
+    def updated_in_place(self) -> Callable[[], object]:
+        own, buffer = super().updated_in_place(), self.leases[0].buffer
+        if self.there is not None or not isinstance(buffer, SharedSlice):
+            return own
+        begun = buffer.begun
+
+        def wait() -> None:
+            own()  # or its error
+            buffer.wait_for_writes(begun, self._unit.name)
+
+        return wait
 
     @property
     def weight(self) -> Tensor:

@@ -69,7 +69,8 @@ class Tiers:
 
     def streams(self, unit: Unit) -> bool:
         """Return whether a unit's full values come and go; else its home is its flat buffer."""
-        return unit.home.tier is Tier.NVME or unit.stored is not None or not self.ranks.host_is_whole
+        there = self.ranks.host_is_whole and not self.ranks.on_accelerator
+        return unit.home.tier is Tier.NVME or unit.stored is not None or not there
 
     def resident_nbytes_of(self, unit: Unit, *, moments: bool) -> int:
         """Return the bytes of the host budget that a unit in host memory takes."""

@@ -29,6 +29,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from infinity.comm.shared import SharedSlice
 from infinity.core.errors import StateError
 from infinity.core.lifecycle import Tier, UpdateState
 from infinity.core.nbytes import Extent, Transfer, chained
@@ -437,7 +438,9 @@ class Updates:
         def begin(runs: Sequence[Run], then: Callable[[BaseException | None], None]) -> None:
             self.rules.run(partial(play, runs, then))
 
-        runs = started.runs
+        buffer, runs = home.leases[0].buffer, started.runs
+        if isinstance(buffer, SharedSlice):
+            buffer.follow(started.future)
         first = partial(begin, runs.first, started.directed.finish)
         last = partial(begin, runs.last, partial(self._landed, pending))
         return first if runs.matrices else None, last  # on all ranks, or on none

@@ -51,6 +51,7 @@ class Scenario:
         base: A kind of :mod:`tests.helpers.quantized`: of the frozen checkpoint that has the adapters.
         resumed: Between two steps all is exported and loaded again.
         forgets: Before each step are backward passes, all but its last, that ``zero_grad`` forgets.
+        peeks: Before each step the model is evaluated; the loss is looked at after the step.
         around: A policy of ``offload_activations`` around a plain model; its weights are the device's own.
         world: Ranks.
     """
@@ -70,6 +71,7 @@ class Scenario:
     resumed: bool = False
     forgets: bool = False
     around: str = ""
+    peeks: bool = False
     world: int = 1
 
     @property
@@ -239,7 +241,10 @@ def _step(scenario: Scenario, model: nn.Module, optimizer: infinity.AdamW, step:
             loss = called(**batch_of(scenario, step * scenario.accumulate + micro)).loss
             optimizer.scale(loss).backward()
             out.losses.append(loss.item())
+    with torch.no_grad():
+        seen = [model(**batch_of(scenario, step)).loss] if scenario.peeks else []
     optimizer.step()
+    out.losses += [loss.item() for loss in seen]
     assert optimizer.grad_norm is not None
     out.norms.append(optimizer.grad_norm)
 

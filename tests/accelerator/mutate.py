@@ -23,6 +23,8 @@ ORDERS = (
     ("", r"(.*\.)?(event|stream)\.(synchronize|query)"),
     ("device/memory.py", r"(buffer|self)\.wait"),
     ("comm/collectives.py", r"work\.wait"),
+    ("", r".*\.(wait_for_reads|wait_for_uploads)"),
+    ("shards/homes.py", r"buffer\.wait_for_writes"),
 )
 #: The first defines these functions for all others; the other has a ``record`` of its own.
 NOT_IN = ("device/accelerator.py", "app/repeats.py")

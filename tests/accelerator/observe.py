@@ -10,18 +10,24 @@ said so, or a call that follows it began. That the drive happened to be quick or
 
 import ctypes
 import functools
+import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 
+from infinity.comm.ranks import Ranks
+from infinity.comm.shared import NodeMemory, SharedSlice
 from infinity.device.memory import Pool
 from infinity.nvme.engines import Move, QueuedEngine
 from infinity.optim import rules
+from infinity.partition.mover import UnitMover
 from tests.accelerator.device import is_sim, simulator, span
 from tests.accelerator.simulator import Flight, Range
 
+_shared: list[weakref.ref[SharedSlice]] = []
 _flights: dict[int, Flight] = {}  # of moves whose end nobody has seen, by id
 
 
@@ -29,7 +35,10 @@ def install() -> None:
     """Wrap the product's functions, once in a process."""
     if hasattr(QueuedEngine.read, "__wrapped__"):
         return
+    _shared.clear()
     for owner, name, around in (
+        (Ranks, "least", _exchanges), (Ranks, "sums", _exchanges), (NodeMemory, "slice", _slices),
+        (UnitMover, "_upload", _uploads),
         (QueuedEngine, "read", _reads), (QueuedEngine, "write", _writes), (Move, "wait", _sees),
         (Move, "done", _asks), (Move, "then", _follows), (rules.HostRule, "update", _updates),
         (Pool, "take_back", _takes_back),
@@ -124,12 +133,40 @@ def _updates(
     update: Any, rule: Any, weight: Tensor, grad: Tensor, state: Any, weight_out: Tensor, *more: Any
 ) -> None:
     with _in_flight("AdamW", [weight, grad, *state], [*state, weight_out]):
+        time.sleep(simulator.pause_s * len(_shared))  # other ranks come to what this one writes
         update(rule, weight, grad, state, weight_out, *more)
 
 
 def _sums(sum_of_squares: Any, grad: Tensor) -> float:
     with _in_flight("norm", [grad]):
         return sum_of_squares(grad)
+
+
+# --- memory of several ranks ---------------------------------------------------------------------
+
+
+def _slices(make: Any, memory: Any, nbytes: int) -> Any:
+    made = make(memory, nbytes)
+    _shared.append(weakref.ref(made))
+    return made
+
+
+def _exchanges(exchange: Any, ranks: Any, *args: Any, **kwargs: Any) -> Any:
+    """After any exchange other ranks may write their parts of what all of them share, and copies read it."""
+    told = exchange(ranks, *args, **kwargs)
+    places = [found for ref in _shared if (found := ref()) is not None]
+    for access in simulator.in_flight([span(each.whole) for each in places]):
+        if access.flight is None:  # else an update here, of this rank's part
+            simulator.early.append(f"other ranks may write memory that they share before {access}")
+    return told
+
+
+def _uploads(upload: Any, mover: Any, updated: Any, shard: Any, *more: Any) -> None:
+    """A copy of what other ranks write, which no clock here knows, begins when they have written it."""
+    upload(mover, updated, shard, *more)
+    buffer = None if shard is None else shard.lent
+    if isinstance(buffer, SharedSlice) and buffer.written.min() < buffer.begun:
+        simulator.early.append(f"{shard.who} is uploaded before all ranks have written it")
 
 
 # --- leases ------------------------------------------------------------------------------------

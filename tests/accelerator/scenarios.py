@@ -3,6 +3,7 @@
 from tests.accelerator.harness import DEVICE, HOST, NVME, Scenario
 
 TIGHT, NODES = ("memory.device=64KiB",), "partition.ranks_per_node=2"
+SHARED = "memory.shared=always"
 #: Gradients that wait for ``step()`` do not fit host memory.
 SMALL = ("memory.nvme=[{folder}]", "memory.host=200KiB", "memory.resident=false", "memory.engine=threads")
 
@@ -122,6 +123,34 @@ SLOW: dict[str, Scenario] = {
     "two nodes": Scenario(world=4, accumulate=2, clip=1.0, steps=3, more=(NODES, "memory.device=400KiB")),
     "two nodes, quantized base": Scenario(base="qwen3_fp8", lora=4, steps=2, world=4, more=(NODES,)),
     "two ranks, out and in again": Scenario(world=2, resumed=True, clip=1.0),
+    "two ranks that share host memory": Scenario(
+        place=HOST,
+        more=(SHARED, "memory.device=176KiB"),
+        accumulate=2,
+        world=2,
+        steps=2,
+        clip=1.0,
+        peeks=True,
+    ),
+    "four ranks that share host memory": Scenario(place=HOST, more=(SHARED,), world=4, steps=2),
+    "shared, quantized base": Scenario(
+        base="qwen3_fp8",
+        lora=4,
+        steps=2,
+        world=2,
+        more=(SHARED, "memory.host=64MiB", "memory.resident=true"),
+    ),
+    "shared, out and in again": Scenario(place=HOST, more=(SHARED,), world=2, resumed=True, clip=1.0),
+    "shared, on the device in part": Scenario(
+        place=DEVICE, more=(SHARED, "memory.device=512KiB"), world=2, clip=1.0
+    ),
+    "shared, resident in part": Scenario(
+        place=("memory.nvme=[{folder}]", "memory.host=400KiB", "memory.engine=threads"),
+        more=(SHARED,),
+        world=2,
+        clip=1.0,
+    ),
+    "shared, muon": Scenario(update="muon", place=HOST, more=(SHARED,), world=2, clip=1.0, steps=2),
     "on the device": Scenario(place=DEVICE),
     "on the device, forgotten": Scenario(place=DEVICE, steps=2, forgets=True),
     "on the device after a step": Scenario(place=DEVICE[:1], clip=1.0),

@@ -35,6 +35,9 @@ EXEMPT = {
 #: Scenarios in which a call is looked for, by the beginning of its place.
 SCENARIOS = {
     "activations/": ("gpt2 with activations stored", "activations stored in host memory"),
+    "comm/ranks.py": ("two ranks that share host memory",),
+    "partition/mover.py Staging.wait_for_uploads": ("two ranks that share host memory",),
+    "shards/homes.py HostHome.updated_in_place": ("two ranks that share host memory",),
     "comm/": ("two ranks, accumulated",),
     "engine/gradients.py GradientPath._reduce": ("two ranks, accumulated",),
     "engine/gradients.py GradientPath._add_up": ("two ranks, accumulated and forgotten",),

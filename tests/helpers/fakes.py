@@ -145,7 +145,7 @@ class FakeLease:
         self.memory = memoryview(mmap.mmap(-1, nbytes))
         self.tensor: Any = torch.frombuffer(self.memory, dtype=torch.uint8)
         self.tensor.fill_(0xA5)  # nobody may rely on zeros
-        self.whole = self.tensor  # no rank shares it
+        self.whole, self.lent = self.tensor, None  # no rank shares it
 
     def record_use(self) -> None:
         """Nothing: no stream uses it."""
