@@ -70,9 +70,6 @@ OPTIONS = {
     "fp16 (`train.dtype`)": Row(("train.dtype=fp16",)),
     "packing (`data.packing=true`)": Row(("data.packing=true",)),
     "mixture (`data.weights`)": Row(("data.weights=[3, 1]",)),
-    "tokens made while training (`data.streaming`)": Row(
-        ("data.streaming=true", "data.shuffle_buffer=2KiB"),
-    ),
     "portable checkpoints (`checkpoint.every`)": Row(("checkpoint.every=1 steps",), same_losses=True),
     "best model (`train.keep_best`)": Row(
         ("train.keep_best=loss", "train.eval_every=1", "train.patience=9"), same_losses=True
@@ -124,22 +121,18 @@ ERRORS = {
         "Activations are stored on a drive then.",
     ),
     "6": (
-        r"data\.streaming.*wanted false: the reference of train\.task=(dpo|kto)",
-        "What the reference says of all data is computed before the first step.",
-    ),
-    "7": (
         r"optim\.groups.*wanted null with adapters, of which lora\.lr_ratio makes groups",
         "`lora.lr_ratio` makes groups of adapters.",
     ),
-    "8": (
+    "7": (
         r"optim\.ema.*wanted null: schedulefree keeps an average of its own",
         "Schedule-free AdamW keeps an average of its own.",
     ),
-    "9": (
+    "8": (
         r"optim\.schedule.*wanted constant: schedulefree",
         "Schedule-free AdamW has no schedule but its warm-up.",
     ),
-    "10": (
+    "9": (
         r"optim\.name: got 'adafactor'; wanted a rule of elements",
         "Adafactor's sums are over whole matrices.",
     ),
@@ -148,21 +141,19 @@ REFUSED = {
     (
         "average of the weights (`optim.ema`)",
         "schedule-free AdamW (`optim.name=schedulefree`)",
-    ): "8",
-    ("schedule-free AdamW (`optim.name=schedulefree`)", "cosine with warm-up (`optim.schedule`)"): "9",
-    (TILES, "Adafactor (`optim.name=adafactor`)"): "10",
-    ("numbers by names (`optim.groups`)", "adapters"): "7",
-    ("numbers by names (`optim.groups`)", "several adapters"): "7",
-    ("numbers by names (`optim.groups`)", "adapters, NF4 base"): "7",
-    ("numbers by names (`optim.groups`)", "DoRA, LoRA+"): "7",
+    ): "7",
+    ("schedule-free AdamW (`optim.name=schedulefree`)", "cosine with warm-up (`optim.schedule`)"): "8",
+    (TILES, "Adafactor (`optim.name=adafactor`)"): "9",
+    ("numbers by names (`optim.groups`)", "adapters"): "6",
+    ("numbers by names (`optim.groups`)", "several adapters"): "6",
+    ("numbers by names (`optim.groups`)", "adapters, NF4 base"): "6",
+    ("numbers by names (`optim.groups`)", "DoRA, LoRA+"): "6",
     ("packing (`data.packing=true`)", "reward"): "1",
     ("packing (`data.packing=true`)", "classify"): "1",
     ("without a drive (no `memory.nvme`)", "adapters, NF4 base"): "2",
     ("samples (`train.sample_every`)", "reward"): "3",
     ("samples (`train.sample_every`)", "classify"): "3",
     ("fp16 (`train.dtype`)", "several adapters"): "4",
-    ("tokens made while training (`data.streaming`)", "dpo"): "6",
-    ("tokens made while training (`data.streaming`)", "kto"): "6",
     (
         "activations offloaded (`memory.activations=offload`)",
         "without a drive (no `memory.nvme`)",
@@ -175,7 +166,6 @@ FAST += [
     ("layer schedule (`train.schedule=layer`)", "best model (`train.keep_best`)"),
     (RANKS, "kto"),
     (INTERRUPTED, "dpo"),
-    ("tokens made while training (`data.streaming`)", INTERRUPTED),
 ]
 
 

@@ -421,7 +421,7 @@ class Part(NamedTuple):
 
 def parts_of(name: str, data: Data, micro_batches: int, evaluated: int) -> Iterator[Part]:
     """Yield the parts of the data of task ``name``: what will be trained and evaluated on."""
-    train = data.train  # a recipe refuses data.streaming with it
+    train = data.train
     for number, (stream, needed) in enumerate(train.upcoming(micro_batches)):
         yield Part(f"{name}:train{number or ''}", stream.sequences, needed, train.shape)
     for each, held_out in data.evaluated.items():

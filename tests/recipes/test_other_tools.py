@@ -91,7 +91,6 @@ SAYS: dict[str, dict[str, Any]] = {
         "train.epochs": 3.0, "data.files": ("data/chats.json", "mine"),
         "data.fields": {"conversations": "turns"},
         "data.weights": (0.7, 0.3), "optim.betas": (0.9, 0.999), "optim.schedule": "cosine",
-        "data.streaming": True,
     },
     "training_args.json": {
         "train.steps": 200, "train.epochs": None, "optim.betas": (0.9, 0.95), "optim.warmup_ratio": 0.03,
@@ -106,8 +105,8 @@ NOT_IN_IT = {
     "axolotl.yml": ["quantization", "flash_attention",
                     "datasets.*.split", "datasets.*.shards", "datasets.*.ds_type", "test_datasets.*.split",
                     "data.files=teknium/GPT4-LLM-Cleaned", "data.files=my.jsonl"],
-    "llamafactory.yaml": ["template", "max_samples", "report_to", "buffer_size", "data.files=mine",
-                          "dataset.*.num_samples"],
+    "llamafactory.yaml": ["template", "max_samples", "report_to", "streaming", "buffer_size",
+                          "data.files=mine", "dataset.*.num_samples"],
     "training_args.json": ["optim", "deepspeed"],
 }  # fmt: skip
 
