@@ -15,7 +15,6 @@ from infinity.optim.rules import find_rule
 from tests.helpers import models
 from tests.helpers.cases import few
 from tests.helpers.training import build
-from tests.optim.test_each_rule import dynamic_map
 from tests.shards.test_resume import interrupt, run, same, state
 from tests.test_optimizers import place
 
@@ -128,66 +127,6 @@ def test_a_line_says_what_carries_over():
     assert line == "the state is of lion and goes on with adamw: moments begin at zero"
 
 
-def as_bitsandbytes(values: torch.Tensor, signed: bool, block: int) -> dict[str, Any]:
-    """Codes, table and largest values of blocks, as its 8-bit optimizers keep a state."""
-    table = dynamic_map(signed)
-    flat = torch.nn.functional.pad(values.flatten(), (0, -values.numel() % block)).view(-1, block)
-    largest = flat.abs().amax(1)
-    codes = torch.bucketize(flat / largest[:, None], (table[1:] + table[:-1]) / 2).to(torch.uint8)
-    return {"state": codes.view(-1)[: values.numel()].view(values.shape), "qmap": table, "absmax": largest}
-
-
-@pytest.mark.parametrize("block", [256, 2048])
-@pytest.mark.parametrize("nested", [True, False])
-def test_a_state_of_bitsandbytes_is_loaded(block, nested):
-    rule, shape = RULES["adamw8bit"], torch.Size((70, 90))
-    generator = torch.Generator().manual_seed(2)
-    first, second = torch.randn(shape, generator=generator), torch.rand(shape, generator=generator)
-    kept = {
-        f"{key}{number}": value
-        for number, moment in ((1, first), (2, second))
-        for key, value in as_bitsandbytes(moment, number == 1, block).items()
-    }
-    small = {"state1": first[0], "state2": second[0]}
-    states = {i: {"step": 3, **({"__bnb_optimizer_quant_state__": each} if nested else each)}
-              for i, each in enumerate((kept, small))}  # fmt: skip
-    group = {**rule.defaults, "alpha": 0.0, "t_alpha": None, "params": [0, 1]}
-    params = [Parameter(str(i), s, True, rule.way({}, 0, s)) for i, s in enumerate((shape, shape[1:]))]
-    made = fitted(rule, {"state": states, "param_groups": [group]}, params, [group])
-    assert [each["step"] for each in made.state.values()] == [3, 3]
-    assert torch.equal(made.state[1]["exp_avg"], first[0])
-    assert (made.state[0]["exp_avg"] - first).abs().mean() < 0.02
-    assert (made.state[0]["exp_avg_sq"] - second).abs().mean() < 0.005
-    del states[0].get("__bnb_optimizer_quant_state__", states[0])["absmax1"]
-    with pytest.raises(StateError, match="8-bit state without a largest value for each block"):
-        fitted(rule, {"state": states, "param_groups": [group]}, params, [group])
-
-
-@pytest.mark.parametrize(
-    ("name", "rule"), [("AdamW8bit", "adamw8bit"), ("Lion8bit", "lion"), ("AdamW", "adamw")]
-)
-def test_bitsandbytes_own_optimizers_give_such_states(name, rule):
-    package = pytest.importorskip("bitsandbytes")
-    torch.manual_seed(0)
-    weights = [torch.nn.Parameter(torch.randn(64, 80)), torch.nn.Parameter(torch.randn(64))]
-    theirs = getattr(package.optim, name)(weights, lr=1e-3, weight_decay=0.0)
-    plain, means = 0.9, [torch.zeros_like(weight) for weight in weights]
-    for _ in range(5):
-        for weight, mean in zip(weights, means, strict=True):
-            weight.grad = torch.randn_like(weight)
-            mean.mul_(plain if rule != "lion" else 0.99).add_(
-                weight.grad, alpha=0.1 if rule != "lion" else 0.01
-            )
-        theirs.step()
-    packed = theirs.state_dict()
-    params = [
-        Parameter(str(i), w.shape, True, find_rule(rule).way({}, 0, w.shape)) for i, w in enumerate(weights)
-    ]
-    made = fitted(find_rule(rule), packed, params, packed["param_groups"])
-    for i, mean in enumerate(means):
-        assert (made.state[i]["exp_avg"] - mean).abs().mean() < 0.02 * mean.abs().mean()
-
-
 @pytest.mark.parametrize(
     ("name", "numbers", "kept", "wanted"),
     [
@@ -199,6 +138,7 @@ def test_bitsandbytes_own_optimizers_give_such_states(name, rule):
             r"eps: got \(1e-30, 0.001\)",
         ),
         ("muon", {"lr": 1e-3, "momentum": 0.9, "ns_coefficients": (3.4, -4.8, 2.0)}, {}, "begin at zero"),
+        ("adamw8bit", RULES["adamw8bit"].defaults, {"state1": torch.ones(4, 3)}, "has state1, which"),
         ("schedulefree", RULES["schedulefree"].defaults, {"z": torch.ones(4, 3)}, "has z, which"),
     ],
 )  # fmt: skip

@@ -466,10 +466,9 @@ class Optimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what rank 0's :meth:`state_dict` returned; every rank must call with it.
 
-        The state of the same rule of ``torch.optim`` or bitsandbytes with the same parameter groups is
-        accepted, too, but for Adafactor and Muon; exact weights, which it lacks, stay as they are. An
-        average that it lacks begins with the weights. Of another rule's dictionary, moments carry over where
-        this rule needs no others.
+        The state of the same rule of ``torch.optim`` with the same parameter groups is accepted, too, but for
+        Adafactor and Muon; exact weights, which it lacks, stay as they are. An average that it lacks begins
+        with the weights. Of another rule's dictionary, moments carry over where this rule needs no others.
         """
         self.runtime.values.check_step_over()
         params, described = self._params(), list[Parameter]()

@@ -1,10 +1,9 @@
-"""State dictionaries that a rule goes on from: its own, another's, and those of other libraries."""
+"""State dictionaries that a rule goes on from: its own, another's, and those of torch."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from infinity.core.config import Valid
 from infinity.core.errors import StateError
@@ -13,8 +12,6 @@ from infinity.optim.rules import find_rule
 
 #: Entries of a dictionary beside those of torch: the rule, and names of parameters in order.
 RULE, NAMES = "rule", "names"
-#: Where bitsandbytes puts what has another shape than the parameter, and the sizes of its blocks.
-_QUANTIZED, _BLOCKS = "__bnb_optimizer_quant_state__", (256, 2048)
 
 
 class Parameter(NamedTuple):
@@ -56,7 +53,7 @@ def fitted(
             )
     # torch's SGD has no counts.
     counted = {} if RULE in packed else {"step": 1}
-    state = {i: counted | _plain(each, rule) for i, each in packed["state"].items()}
+    state = {i: counted | dict(each) for i, each in packed["state"].items()}
     saved = packed["param_groups"]
     if EMA in rule.defaults:
         saved = [{EMA: groups[0][EMA], **group} for group in saved]
@@ -109,31 +106,6 @@ def _carried(
             made = {"step": each["step"] if goes_on else 0, "master": each["master"], **moments}
             _check_state(rule, i, made, param)
             yield i, made
-
-
-def _plain(each: Mapping[str, Any], rule: Rule) -> dict[str, Any]:
-    """Return the entry of a parameter with fp32 moments by name; those of bitsandbytes may have 8 bits."""
-    each = {**each, **each.get(_QUANTIZED, {})}
-    each.pop(_QUANTIZED, None)
-    if "state1" not in each:
-        return each
-    found: dict[str, Any] = {"step": each["step"]}
-    for number, moment in enumerate(rule.moments, 1):
-        values = each.get(f"state{number}")
-        if values is not None and values.dtype == torch.uint8:
-            values = _decoded(values, each[f"qmap{number}"], each.get(f"absmax{number}"))
-        if values is not None:
-            found[moment.name] = values
-    return found
-
-
-def _decoded(codes: Tensor, table: Tensor, largest: Tensor | None) -> Tensor:
-    """Return values of codes, each a place in ``table``, which has shares of the largest of a block."""
-    sizes = [size for size in _BLOCKS if largest is not None and -(-codes.numel() // size) == len(largest)]
-    if largest is None or not sizes:
-        raise StateError("8-bit state without a largest value for each block of 256 or 2,048 elements")
-    scales = largest.float().repeat_interleave(sizes[0])[: codes.numel()]
-    return (table.float()[codes.reshape(-1).long()] * scales).view(codes.shape)
 
 
 def _shapes(rule: Rule, param: Parameter) -> dict[str, Sequence[int]]:
