@@ -53,7 +53,7 @@ def fitted(
             )
     # torch's SGD has no counts.
     counted = {} if RULE in packed else {"step": 1}
-    state = {i: counted | dict(each) for i, each in packed["state"].items()}
+    state: dict[int, dict[str, Any]] = {i: counted | each for i, each in packed["state"].items()}
     saved = packed["param_groups"]
     if EMA in rule.defaults:
         saved = [{EMA: groups[0][EMA], **group} for group in saved]
