@@ -10,6 +10,7 @@ import inspect
 import itertools
 import re
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -148,10 +149,13 @@ class SequenceRanks:
             # Documents are separated by positions; a mask keeps the library from doing so within the part.
             return args, given | {"attention_mask": torch.ones_like(positions)}
 
+        own: Any = weakref.ref(self)  # what the library has does not keep the model alive
         AttentionInterface.register(name, _attend)
         AttentionMaskInterface.register(
-            name, lambda *_, **how: Reach(self, documents[0], how["mask_function"])
+            name, lambda *_, **how: Reach(own(), documents[0], how["mask_function"])
         )
+        for interface in (AttentionInterface, AttentionMaskInterface):
+            self._runtime.stack.callback(interface._global_mapping.pop, name)
         model.set_attn_implementation(name)
         if model.config._attn_implementation != name:
             raise RecipeError(

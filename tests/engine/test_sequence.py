@@ -29,6 +29,8 @@ from transformers import (
     RobertaConfig,
     RobertaForCausalLM,
 )
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import infinity
 from infinity.app.train import train
@@ -179,6 +181,8 @@ def refused() -> list[str]:
     with pytest.raises(StateError, match="part of the sequences with their positions; nothing"):
         gpt(tokens, tokens)
     infinity.close(gpt)
+    for functions in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+        assert not [each for each in functions if each.startswith("infinity")]  # those of closed models
     return said
 
 
