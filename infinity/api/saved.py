@@ -35,16 +35,7 @@ from torch import Tensor, nn
 
 from infinity.api.adapters import CONFIG, VALUES, SavedAdapters
 from infinity.api.lora import wrap
-from infinity.checkpoint.directory import (
-    Checkpoint,
-    Latest,
-    Stored,
-    View,
-    layer_of,
-    tokenizer_files,
-    with_layer,
-    without_layer,
-)
+from infinity.checkpoint.directory import Checkpoint, Latest, Stored, View, tokenizer_files
 from infinity.checkpoint.forms import decode_checkpoint, read_quantization
 from infinity.checkpoint.load import (
     CheckpointValues,
@@ -80,52 +71,20 @@ class SavedTensor:
     sources: frozenset[str]  # names of the model's tensors that are converted together with this one's
     parts: list[Part[str]] | None  # its values in the model's tensors; None: only conversion makes them
 
-    def of_layer(self, layer: str) -> "SavedTensor":
-        """Return the same of a layer, where names are without its number."""
-        parts = self.parts and [each._replace(source=with_layer(each.source, layer)) for each in self.parts]
-        sources = frozenset(with_layer(name, layer) for name in self.sources)
-        return SavedTensor(replace(self.spec, key=with_layer(self.spec.key, layer)), sources, parts)
-
 
 def saved_tensors(model: nn.Module, named: Mapping[str, Tensor]) -> list[SavedTensor]:
     """Return the tensors that a directory of ``model`` holds, without values.
 
-    ``named`` are parameters and persistent buffers under all their names. Of layers that are alike but for
-    their number one is traced. Raises a CheckpointError if some are shared in a way that the model does
-    not declare, or the model has adapters.
+    ``named`` are parameters and persistent buffers under all their names. Raises a CheckpointError if some
+    are shared in a way that the model does not declare, or the model has adapters.
     """
     if hasattr(model, "peft_config"):
         raise CheckpointError(
             f"{type(model).__name__} has adapters: export it with merge=True, or save the adapters alone "
             "with infinity.save_lora"
         )
-    layers: dict[str, dict[str, Tensor]] = {}  # by what their names begin with, up to their number
-    names = _without_aliases(model, named)
-    for name in names:
-        layer = layer_of(name)
-        layers.setdefault(name.partition(layer)[0] + layer if layer else "", {})[name] = named[name]
-    saved, traced = list[SavedTensor](), dict[object, list[SavedTensor]]()
-    for own in layers.values():
-        layer = layer_of(next(iter(own)))
-        alike = tuple((without_layer(name, layer), each.shape, each.dtype) for name, each in own.items())
-        if is_transformers(model):  # a key may have another number, or none
-            made = _reverted(model, {n: torch.empty_like(each, device="meta") for n, each in own.items()})
-            alike += tuple((without_layer(key, layer), each.shape, each.dtype) for key, each in made.items())
-        if alike not in traced:
-            traced[alike] = _trace(model, own, layer)
-        saved += [item.of_layer(layer) for item in traced[alike]]
-    if len({item.spec.key for item in saved}) < len(saved):  # a tensor is made of several layers
-        return _trace(model, {name: named[name] for name in names}, "")
-    return saved
-
-
-def _trace(model: nn.Module, named: Mapping[str, Tensor], layer: str) -> list[SavedTensor]:
-    """Return what is saved of a layer's tensors, with names without its number."""
-    trace = Trace()
-    made = {
-        name: trace.stand_in(without_layer(name, layer), each.shape, each.dtype)
-        for name, each in named.items()
-    }
+    own, trace = {name: named[name] for name in _without_aliases(model, named)}, Trace()
+    made = {name: trace.stand_in(name, each.shape, each.dtype) for name, each in own.items()}
     if is_transformers(model):
         with trace:
             made = _reverted(model, made)
@@ -135,11 +94,7 @@ def _trace(model: nn.Module, named: Mapping[str, Tensor], layer: str) -> list[Sa
         sources = sources.union(*(together.get(name, ()) for name in sources))
         together.update(dict.fromkeys(sources, sources))
     saved = [
-        SavedTensor(
-            _spec(without_layer(key, layer), value),
-            together[next(iter(trace.sources(value)))],
-            trace.parts(value),
-        )
+        SavedTensor(_spec(key, value), together[next(iter(trace.sources(value)))], trace.parts(value))
         for key, value in made.items()
     ]
     untraced = {item.sources for item in saved if item.parts is None}
@@ -147,7 +102,7 @@ def _trace(model: nn.Module, named: Mapping[str, Tensor], layer: str) -> list[Sa
     for item in saved:
         placed[item.sources] += sum(part.numel for part in item.parts or ())
     # Where each element has one place: spans of a unit's buffer must not overlap.
-    numel = {without_layer(name, layer): each.numel() for name, each in named.items()}
+    numel = {name: each.numel() for name, each in own.items()}
     streamed = {names for names in placed.keys() - untraced if placed[names] == sum(numel[n] for n in names)}
     return [item if item.sources in streamed else replace(item, parts=None) for item in saved]
 
