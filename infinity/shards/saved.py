@@ -8,7 +8,6 @@ the journal's last: a kill meanwhile costs nothing.
 
 import contextlib
 import errno
-import json
 import math
 import mmap
 import os
@@ -369,7 +368,7 @@ def bring_back(folders: Sequence[Path], ranks: Ranks, note: Callable[[str], obje
     per_node = 1 if ranks.collectives is None else ranks.collectives.nodes.per_node
     if any(each for each, _ in everyone):
         return  # it may be over; find_saved() knows
-    moves = _moves([[_Entry(*each) for each in entries] for _, entries in everyone], per_node)
+    moves = _moves([entries for _, entries in everyone], per_node)
     if not moves:
         return
     group = dist.new_group(backend="gloo") if ranks.world_size > 1 else None
@@ -466,13 +465,9 @@ def _give(journal: Path, folders: Sequence[Path], group: Any, to: int) -> None:
     pieces = sorted(
         {each for record in records for _, each in pieces_of(record)}, key=lambda p: (p.file, p.offset)
     )
-    about = {
-        "files": replace(files, kind="rank").journal, "sizes": [path.stat().st_size for path in data],
-        "pieces": [[piece.file, piece.offset, piece.nbytes] for piece in pieces],
-    }  # fmt: skip
-    for text in (json.dumps(about).encode(), Head.path(journal).read_bytes(), journal.read_bytes()):
-        dist.send(torch.tensor([len(text)], device="cpu"), to, group)
-        dist.send(torch.frombuffer(bytearray(text), dtype=torch.uint8), to, group)
+    name, sizes = replace(files, kind="rank").journal, [path.stat().st_size for path in data]
+    texts = Head.path(journal).read_bytes(), journal.read_bytes()
+    dist.send_object_list([name, sizes, pieces, *texts], to, group)
     memory = mmap.mmap(-1, PART_NBYTES)
     room = torch.frombuffer(memory, dtype=torch.uint8)
     for drive, path in enumerate(data):
@@ -495,24 +490,19 @@ def _take(folders: Sequence[Path], group: Any, source: int) -> None:
 
 
 def _take_files(folders: Sequence[Path], group: Any, source: int) -> None:
-    received = []
-    for _ in range(3):
-        size = torch.zeros(1, dtype=torch.int64, device="cpu")
-        dist.recv(size, source, group)
-        came = torch.zeros(int(size), dtype=torch.uint8, device="cpu")
-        dist.recv(came, source, group)
-        received.append(came.numpy().tobytes())
-    about, head, content = json.loads(received[0]), *received[1:]
-    journal = folders[0] / about["files"]
+    received: list[Any] = [None] * 5
+    dist.recv_object_list(received, source, group)
+    name, sizes, pieces, head, content = received
+    journal = folders[0] / name
     files = RankFiles.of(journal)
     assert files is not None
     memory = mmap.mmap(-1, PART_NBYTES)
     room = torch.frombuffer(memory, dtype=torch.uint8)
-    for drive, nbytes in enumerate(about["sizes"]):
+    for drive, nbytes in enumerate(sizes):
         path = folders[drive % len(folders)] / files.data(drive)
         fd, _ = open_direct(path, create_file, "making")
         os.ftruncate(fd, nbytes)
-        for part in (part for each in about["pieces"] if each[0] == drive for part in parts_of(Piece(*each))):
+        for part in (part for each in pieces if each.file == drive for part in parts_of(each)):
             dist.recv(room[: part.nbytes], source, group)
             write_piece(fd, path, part, memoryview(memory)[: part.nbytes])
         os.fsync(fd)
