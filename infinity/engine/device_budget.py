@@ -71,10 +71,10 @@ class UnitBudget:
 
     def __init__(
         self, units: UnitIndex, leaves: Mapping[nn.Module, tuple[Unit, ...]], models: Iterable[nn.Module],
-        ranks: Ranks, tiers: Tiers, ceiling_nbytes: int, *, policy: str, clips: bool, updates_nbytes: int,
+        tiers: Tiers, ceiling_nbytes: int, *, policy: str, clips: bool, updates_nbytes: int,
     ) -> None:  # fmt: skip
         memory, self._updates_nbytes = tiers.storage.memory, updates_nbytes
-        self._units, self._leaves, self._ranks, self._tiers = units, leaves, ranks, tiers
+        self._units, self._leaves, self._ranks, self._tiers = units, leaves, tiers.ranks, tiers
         self._nested: set[frozenset[int]] = set()  # in use at one time: see the note
         self._blocks: weakref.WeakKeyDictionary[nn.Module, frozenset[int]] = weakref.WeakKeyDictionary()
         for model in models:
@@ -85,7 +85,7 @@ class UnitBudget:
         shared = policy == "plan" and total is not None
         given = _Given(
             most=None if shared else total, shared=shared,
-            states=memory.updates != "host" and ranks.on_accelerator and self._on_one_rank,
+            states=memory.updates != "host" and self._ranks.on_accelerator and self._on_one_rank,
             ceiling=min(ceiling_nbytes, (total or 0) // 2) if shared else ceiling_nbytes,
             trained=self._trained_now(),
             recomputes=policy in ("recompute", "plan") or self._recomputes_now(),

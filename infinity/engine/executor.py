@@ -28,7 +28,6 @@ from infinity.core.process import weakly
 from infinity.device.accelerator import cached_nbytes, memory_nbytes
 from infinity.device.machine import background_threads, free_host_nbytes, rank_threads, total_host_nbytes
 from infinity.device.memory import CountingPool, DevicePool, HostPool, Pool
-from infinity.engine.accumulation import Accumulation
 from infinity.engine.device_budget import UnitBudget
 from infinity.engine.gradients import GradientPath, Gradients, HostPools
 from infinity.engine.hooks import Hooks
@@ -46,12 +45,12 @@ from infinity.optim.rules import (
     measure_rates,
 )
 from infinity.partition.builder import PartitionConfig
+from infinity.partition.init_context import Construction
 from infinity.partition.mover import KeptSlices, Staging, UnitMover
-from infinity.partition.prefetcher import BackwardPins, Prefetcher
-from infinity.partition.unit import Unit, UnitIndex
+from infinity.partition.prefetcher import Prefetcher
+from infinity.partition.unit import Unit
 from infinity.planner.passing import Rooms
 from infinity.planner.search import device_error
-from infinity.planner.updates import Speculation, StepOrder
 from infinity.shards.homes import DeviceShards, HostHome
 from infinity.shards.journal import DurabilityConfig, Resume
 from infinity.shards.pipeline import UpdatePipeline
@@ -109,39 +108,48 @@ class PassFigures:
 class StepExecutor(ActivationBudget):
     """Runs the training steps of one model, and divides its budgets again when more is known.
 
-    ``leaves`` are units that are gathered as one, by module. Gradients that are clipped (``clips``) are kept
-    until ``step()``; a model that runs before it has an optimizer is divided for as if they were.
-    ``on_failure`` is called with the error of an update, on the pipeline's thread.
+    Gradients that are clipped (``clips``) are kept until ``step()``; a model that runs before it has an
+    optimizer is divided for as if they were. ``on_failure`` is called with the error of an update, on the
+    pipeline's thread.
     """
 
     def __init__(
-        self, units: UnitIndex, leaves: Mapping[nn.Module, tuple[Unit, ...]], models: Iterable[nn.Module],
-        ranks: Ranks, tiers: Tiers, activations: Activations, config: EngineConfig, timeline: Timeline, *,
-        clips: bool, on_failure: Callable[[BaseException], None],
+        self, construction: Construction, tiers: Tiers, activations: Activations, config: EngineConfig,
+        timeline: Timeline, *, clips: bool, on_failure: Callable[[BaseException], None],
     ) -> None:  # fmt: skip
-        self.units, self.ranks, self.tiers, self.activations = units, ranks, tiers, activations
+        self.units, self.tiers, self.activations = construction.builder.units, tiers, activations
         self.timeline = timeline
         self.figures = PassFigures()  # of the last step
         self.blocks: tuple[Sequence[set[int]], Sequence[set[int]], str] | None = None
-        storage, device = tiers.storage, ranks.device
+        storage, ranks = tiers.storage, tiers.ranks
+        # One rank alone need not gather what is in a leaf as one.
+        leaves = construction.builder.leaves if ranks.world_size > 1 else {}
         rules = make_rules(storage.rule, config.memory, ranks, storage.layout.dtype)
-        ceiling_nbytes = (memory_nbytes(device)[0] if ranks.on_accelerator else free_host_nbytes()) // 2
+        device, there = ranks.device, ranks.on_accelerator
+        ceiling_nbytes = (memory_nbytes(device)[0] if there else free_host_nbytes()) // 2
         with contextlib.ExitStack() as stack:
             self.budget = UnitBudget(
-                units, leaves, models, ranks, tiers, ranks.least(ceiling_nbytes, "memory.device"),
+                self.units, leaves, construction.roots, tiers, ranks.least(ceiling_nbytes, "memory.device"),
                 policy=activations.policy, clips=clips,
                 updates_nbytes=device_nbytes(chain(*rules.values()), ranks),
             )  # fmt: skip
             tiers.on_device = self.host = None
-            if ranks.on_accelerator:
+            if there:
                 tiers.on_device = DeviceShards(storage.layout, device)
                 stack.callback(tiers.on_device.close)
                 self.host = HostPools(*(HostPool(0, device=device) for _ in HostPools._fields))
                 for each in self.host:
                     stack.callback(each.close)
                 self._resize_host_pools()
-            self.updates = self._make_updates(rules, config, clips, on_failure, stack)
-            nbytes, there = self.budget.pool_nbytes, ranks.on_accelerator
+            pipeline = self._make_pipeline(rules[Tier.NVME], stack)
+            resident = ResidentRules(rules[Tier.HOST], beside=there)
+            stack.callback(resident.close)
+            self.updates = Updates(
+                tiers, resident, pipeline, self.units, clips=clips, every=config.durability.every,
+                on_failure=on_failure,
+            )  # fmt: skip
+            self.updates.stored_gradients.chosen = self.budget.spilled  # an optimizer makes room for them
+            nbytes = self.budget.pool_nbytes
             pool = DevicePool(nbytes, device) if there else HostPool(nbytes, key="memory.device")
             self.device_pool: Pool = pool
             stack.callback(self.device_pool.close)
@@ -151,34 +159,27 @@ class StepExecutor(ActivationBudget):
             self.hooks.logits.decide(config.memory.logits, lambda: self._pass_nbytes(total_nbytes))
             self.stack = stack.pop_all()  # refers to no module
 
-    def _make_updates(
-        self, rules: Mapping[Tier, Sequence[PlacedRule]], config: EngineConfig, clips: bool,
-        on_failure: Callable[[BaseException], None], stack: contextlib.ExitStack,
-    ) -> Updates:  # fmt: skip
-        storage, timeline, pipeline = self.tiers.storage, self.timeline, None
-        resident = ResidentRules(rules[Tier.HOST], beside=self.ranks.on_accelerator)
-        stack.callback(resident.close)
-        if storage.store is not None:
-            [background] = rules[Tier.NVME]
-            timed: Any = TimedRule(background, timeline) if timeline.enabled else background
-            pipeline = UpdatePipeline(
-                storage.store.engine, storage.host_pool, storage.layout, timed, depth=storage.staged_chunks()
-            )
-            stack.callback(pipeline.close)
-        speculation = Speculation(two_versions=storage.memory.versions == 2, clips=clips)
-        updates = Updates(
-            self.tiers, resident, pipeline, self.units, StepOrder(), speculation,
-            commits=storage.commits, on_failure=on_failure, every=config.durability.every,
-        )  # fmt: skip
-        updates.stored_gradients.chosen = self.budget.spilled  # an optimizer makes room for them
-        return updates
+    def _make_pipeline(
+        self, rules: Sequence[PlacedRule], stack: contextlib.ExitStack
+    ) -> UpdatePipeline | None:
+        """Return what updates shards on NVMe, by the one of ``rules``; None: there is no NVMe."""
+        storage, timeline = self.tiers.storage, self.timeline
+        if storage.store is None:
+            return None
+        [background] = rules
+        timed: Any = TimedRule(background, timeline) if timeline.enabled else background
+        pipeline = UpdatePipeline(
+            storage.store.engine, storage.host_pool, storage.layout, timed, depth=storage.staged_chunks()
+        )
+        stack.callback(pipeline.close)
+        return pipeline
 
     def _serve(
         self, leaves: Mapping[nn.Module, tuple[Unit, ...]], config: EngineConfig,
         stack: contextlib.ExitStack,
     ) -> None:  # fmt: skip
         """Make the parts that bring weights and take gradients, and connect them to the hooks."""
-        ranks, pool, staging = self.ranks, CountingPool(self.device_pool, self.timeline.stall), None
+        ranks, pool, staging = self.tiers.ranks, CountingPool(self.device_pool, self.timeline.stall), None
         if self.host is not None and self.budget.host is not None:
             staging = Staging(self.host.staging, self.budget.host.piece, ranks.device)
             if ranks.memory is not None:
@@ -200,24 +201,19 @@ class StepExecutor(ActivationBudget):
             self.mover, {unit.index: unit.gathered_nbytes for unit in streaming}, self.budget.division.window,
             self._can_stay(), self.updates.order, routed=[unit.index for unit in streaming if unit.routed],
         )  # fmt: skip
-        reduce_dtype = reduction_dtype(config, storage.layout.dtype)
-        path = GradientPath(self.mover, self.updates, pool, self.host, ranks.collectives, reduce_dtype)
+        path = GradientPath(self.mover, self.updates, pool, self.host)
         stack.callback(path.close)
         if ranks.collectives is not None:
             shard: Any = weakly(self.mover.shard)
             ranks.collectives.serve(Server(shard, weakly(path.take_slice)))
-        pins = BackwardPins(self.prefetcher)
         of_leaves = frozenset(unit.index for leaf in leaves.values() for unit in leaf)
-        accumulation = Accumulation(self.units, all_tell=bool(leaves))
-        self.gradients = Gradients(
-            self.units, of_leaves, self.prefetcher, pins, path, accumulation,
-            hold_weights=self.budget.hold_weights,
-        )  # fmt: skip
+        self.gradients = Gradients(self.units, of_leaves, self.prefetcher, path)
+        self.gradients.hold_weights = self.budget.hold_weights
         self.hooks = Hooks(
-            self.units, leaves, self.activations, self.prefetcher, pins, self.gradients, self.mover.attached,
+            self.units, leaves, self.activations, self.prefetcher, self.gradients.pins, self.gradients,
             self._begin_forward,
         )  # fmt: skip
-        accumulation.arrived = weakly(self.hooks.take_gradient)
+        self.gradients.accumulation.arrived = weakly(self.hooks.take_gradient)
         for unit in set(self.units).difference(streaming):  # its parameters view its home, which is whole
             if unit.state is not UnitState.GATHERED:
                 unit.lifecycle.move(UnitState.GATHERED)
@@ -254,7 +250,7 @@ class StepExecutor(ActivationBudget):
             self.tiers.at_home(self.units[index])
             on_device.leave(index)
         if indices:
-            self.ranks.wait_for_writes("shards that came home")
+            self.tiers.ranks.wait_for_writes("shards that came home")
 
     def hold_blocks(self, blocks: Sequence[set[int]], tiles: Sequence[set[int]], described: str) -> None:
         """Keep any one of ``blocks`` gathered while micro-batches go through it; its tiles, if they fit."""
@@ -279,9 +275,9 @@ class StepExecutor(ActivationBudget):
         ``together``: blocks take all micro-batches at once.
         """
         stores, policy = self.activations.cache.stores, self.tiers.storage.memory.activations
-        device, host_pool = self.ranks.device, self.tiers.storage.host_pool
+        device, host_pool = self.tiers.ranks.device, self.tiers.storage.host_pool
         pools = list[Pool](self.device_pools)
-        if self.ranks.on_accelerator:
+        if self.tiers.ranks.on_accelerator:
             free = memory_nbytes(device)[0] + cached_nbytes(device)
         else:
             free, pools = free_host_nbytes(), [*pools, host_pool]
@@ -351,7 +347,7 @@ class StepExecutor(ActivationBudget):
 
     def settle(self, capacity_nbytes: int | None, kept_nbytes: int) -> None:
         if capacity_nbytes is not None:
-            self.budget.divide_beside(-self.ranks.least(-kept_nbytes, "memory.device"))
+            self.budget.divide_beside(-self.tiers.ranks.least(-kept_nbytes, "memory.device"))
             self._apply_division()
 
     def refuse(self, profile: Profile, hardware: Hardware) -> BudgetError:
@@ -371,7 +367,7 @@ class StepExecutor(ActivationBudget):
         self.timeline.stall("collective", self.updates.wait_for_gradients)
         self._check_complete()
         path, hypers, synced = self.gradients.path, self.updates.hypers, self.gradients.completions.synced
-        if self.ranks.collectives is not None:  # this rank may have used nothing
+        if self.tiers.ranks.collectives is not None:  # this rank may have used nothing
             self.updates.records.wait_for_commit()
         squares: dict[Any, list[float]] = {}
 
@@ -384,7 +380,7 @@ class StepExecutor(ActivationBudget):
                 squares.setdefault(hypers.party(pending.used), []).append(pending.sum_of_squares)
             return [float(synced), *(math.fsum(squares.get(party, ())) for party in hypers.parties)]
 
-        any_synced, *totals = self.ranks.sums(values, 1 + len(hypers.parties), "the gradient norm")
+        any_synced, *totals = self.tiers.ranks.sums(values, 1 + len(hypers.parties), "the gradient norm")
         if not any_synced:
             self._count_step()
             return None
@@ -427,19 +423,20 @@ class StepExecutor(ActivationBudget):
             if updates.stored_gradients.chosen:
                 self.timeline.stall("write", updates.land_held)
             updates.commit(scales)
-            if not self.ranks.on_accelerator:  # where uploads of the units wait for them
-                self.timeline.stall("collective", partial(self.ranks.wait_for_writes, "updates of weights"))
+            if not self.tiers.ranks.on_accelerator:  # where uploads of the units wait for them
+                wait = partial(self.tiers.ranks.wait_for_writes, "updates of weights")
+                self.timeline.stall("collective", wait)
             # copies fetched after the unit's gradients were complete
             self.prefetcher.forget(updated - staying)
         self._count_step()
         self.gradients.reset(committed=bool(scales))
         self.activations.end_step()
         if self.budget.asks_what_a_step_leaves:
-            device, pool = self.ranks.device, self.device_pool
+            device, pool = self.tiers.ranks.device, self.device_pool
             free, total = memory_nbytes(device)
             free -= pool.capacity_nbytes - pool.leased_nbytes - pool.kept_nbytes  # which it may still take
             left = budget.left_for_states(free, total, cached_nbytes(device))
-            self.budget.divide_after_step(self.ranks.least(left, "memory.device"))
+            self.budget.divide_after_step(self.tiers.ranks.least(left, "memory.device"))
             self._apply_division()
         self._conclude_pass()
         order = self.updates.order  # the states of others would be read ahead in vain
@@ -450,28 +447,28 @@ class StepExecutor(ActivationBudget):
         if interval.chosen or records.commits is None:
             return
         if interval.every == 1:  # the first step
-            stores = -self.ranks.least(-records.stores_residents(updated), "durability.every")
+            stores = -self.tiers.ranks.least(-records.stores_residents(updated), "durability.every")
             wanted = interval.wanted or (2 if stores else 1)
             if wanted > 1:  # units on NVMe have a third place then
                 room = self.tiers.add_versions(self.units)
-                wanted = wanted if self.ranks.least(room, "durability.every") else 1
+                wanted = wanted if self.tiers.ranks.least(room, "durability.every") else 1
             interval.every = wanted
             interval.chosen = interval.wanted is not None or wanted == 1
         elif (measured := interval.measured) is not None:
             records.commits.wait()  # on all ranks: this step may be recorded next
-            interval.every = -self.ranks.least(-measured, "durability.every")
+            interval.every = -self.tiers.ranks.least(-measured, "durability.every")
             interval.chosen = True
 
     def _count_step(self) -> None:
         """Tag collectives from now on with the next step's number, to find a rank that is a step behind."""
-        if self.ranks.collectives is not None:
-            self.ranks.collectives.step += 1
+        if self.tiers.ranks.collectives is not None:
+            self.tiers.ranks.collectives.step += 1
 
     def _conclude_pass(self) -> None:
         planned, training = self.updates.records.planned, self.prefetcher.training
         before, moved = self.figures.moved, (planned["read"], planned["write"])
         self.figures = PassFigures(training.on_demand, len(self.prefetcher.tiles.used), moved=moved)
-        server = None if self.ranks.collectives is None else self.ranks.collectives.server
+        server = None if self.tiers.ranks.collectives is None else self.tiers.ranks.collectives.server
         served = 0
         if server is not None:
             served, server.served = server.served, 0

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from infinity.comm.ranks import Ranks, all_ranks_or_raise
+from infinity.comm.ranks import all_ranks_or_raise
 from infinity.core.errors import InfinityError, StateError
 from infinity.core.process import UninterruptedExit, uninterrupted
 from infinity.engine.executor import StepExecutor
 from infinity.partition.init_context import Construction
 from infinity.partition.mover import Stored
 from infinity.partition.tiles import TiledParameter, compute_in_tiles, compute_whole
-from infinity.partition.unit import Unit, UnitIndex
+from infinity.partition.unit import Unit
 from infinity.shards.tiers import Tiers
 
 
@@ -32,10 +32,9 @@ class FullValues:
     """
 
     def __init__(
-        self, units: UnitIndex, ranks: Ranks, tiers: Tiers, construction: Construction,
-        executor: Callable[[], StepExecutor],
-    ) -> None:  # fmt: skip
-        self.units, self.ranks, self.tiers = units, ranks, tiers
+        self, tiers: Tiers, construction: Construction, executor: Callable[[], StepExecutor]
+    ) -> None:
+        self.units, self.ranks, self.tiers = construction.builder.units, tiers.ranks, tiers
         self.construction, self._executor = construction, executor
         self.every_rank = False
         self.loading: contextlib.ExitStack | None = None  # of the module that load_state_dict fills now

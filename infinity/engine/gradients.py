@@ -48,7 +48,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from infinity.comm.collectives import Collectives
 from infinity.core.errors import StateError
 from infinity.core.lifecycle import Tier
 from infinity.core.nbytes import Transfer, rounded
@@ -119,11 +118,10 @@ class GradientPath:
     """
 
     def __init__(
-        self, mover: UnitMover, updates: Updates, pool: CountingPool, host: HostPools | None,
-        collectives: Collectives | None, reduce_dtype: torch.dtype,
-    ) -> None:  # fmt: skip
+        self, mover: UnitMover, updates: Updates, pool: CountingPool, host: HostPools | None
+    ) -> None:
         self.mover, self.updates, self.pool, self.host = mover, updates, pool, host
-        self.collectives, self.reduce_dtype = collectives, reduce_dtype
+        self.collectives, self.reduce_dtype = mover.collectives, updates.tiers.reduce_dtype
         self._reducing: Transfer | None = None  # the last reduction, where the next one waits for it
         self._beside: OffloadThread | None = None
         self._norms: torch.Stream | None = None
@@ -337,18 +335,18 @@ class GradientPath:
 
 
 class Gradients:
-    """Collects and completes the gradients of one model's step on this rank."""
+    """Collects and completes the gradients of one model's step on this rank; ``leaves`` are their units."""
 
     def __init__(
-        self, units: UnitIndex, leaves: frozenset[int], prefetcher: Prefetcher, pins: BackwardPins,
-        path: GradientPath, accumulation: Accumulation, *, hold_weights: bool,
-    ) -> None:  # fmt: skip
-        self.units, self.prefetcher, self.pins, self.path = units, prefetcher, pins, path
-        self.accumulation = accumulation
-        self._leaves, self.hold_weights = leaves, hold_weights
+        self, units: UnitIndex, leaves: frozenset[int], prefetcher: Prefetcher, path: GradientPath
+    ) -> None:
+        self.units, self.prefetcher, self.path, self._leaves = units, prefetcher, path, leaves
+        self.pins, self.accumulation = BackwardPins(prefetcher), Accumulation(units, all_tell=bool(leaves))
+        self.hold_weights = False  # for updates, which then need not read them
         self.completions = Completions(
-            leaves, lambda index: (len(units[index].trainable), len(units[index].segments)), pins.recomputed
-        )
+            leaves, lambda index: (len(units[index].trainable), len(units[index].segments)),
+            self.pins.recomputed,
+        )  # fmt: skip
         self.received: dict[int, Segment] = {}  # in this step, by id of the parameter
         self._open: dict[int, Gradient] = {}
         self._reserve_nbytes: int | None = None  # on several ranks, the same in a whole backward pass

@@ -191,18 +191,17 @@ class _Outside:
 class Hooks:
     """Turns the calls of one model's modules, and autograd's, into uses of units and into gradients.
 
-    ``leaves`` are units that are used as one, by module; ``attached`` units whose flat buffers exist now, by
-    the address of their storage; ``begin_forward`` is called before each forward that autograd records.
+    ``leaves`` are units that are used as one, by module; ``begin_forward`` is called before each forward that
+    autograd records.
     """
 
     def __init__(
         self, units: UnitIndex, leaves: Mapping[nn.Module, tuple[Unit, ...]], activations: Activations,
-        prefetcher: Prefetcher, pins: BackwardPins, gradients: Gradients, attached: Mapping[int, Unit],
-        begin_forward: Callable[[], None],
+        prefetcher: Prefetcher, pins: BackwardPins, gradients: Gradients, begin_forward: Callable[[], None],
     ) -> None:  # fmt: skip
         self.units, self.activations = units, activations
         self.prefetcher, self.pins, self.gradients = prefetcher, pins, gradients
-        self.attached, self._begin_forward = attached, begin_forward
+        self._begin_forward = begin_forward
         self.logits = LogitSlices(
             self._running, lambda head: tuple(unit.updates for unit in units.holding(head.parameters()))
         )
@@ -480,7 +479,7 @@ class Hooks:
             each.pending = False  # the first read is over
 
     def unit_of(self, tensor: Tensor) -> Unit | None:
-        return self.attached.get(tensor.untyped_storage().data_ptr())
+        return self.prefetcher.mover.attached.get(tensor.untyped_storage().data_ptr())
 
     def pack(self, tensor: Tensor) -> Handle | KeptTensor | SlotHandle:
         unit = self.unit_of(tensor)

@@ -141,7 +141,7 @@ class Runtime:
             ),
             self.tiers, self._serve, device, self._compute_in_tiles,
         )  # fmt: skip
-        self.values = FullValues(self.units, ranks, self.tiers, self.construction, self.executor)
+        self.values = FullValues(self.tiers, self.construction, self.executor)
 
     def _compute_in_tiles(self, param: nn.Parameter) -> None:
         places, several = self.units.places(param), self.ranks.world_size > 1
@@ -241,15 +241,13 @@ class Runtime:
         if clips is None:
             self.check_resumed()
         if self._executor is None:
-            # one rank alone need not gather what is in a leaf as one
-            leaves = self.construction.builder.leaves if self.ranks.world_size > 1 else {}
             with uninterrupted:
                 if clips is None:  # it has no optimizer, which would have settled them
                     planned = self.activations.policy in ("plan", "offload")
                     self.tiers.settle(self.units, movable=True, planned=planned, trains=False)
                 self._executor = StepExecutor(
-                    self.units, leaves, self.construction.roots, self.ranks, self.tiers, self.activations,
-                    self.config, self.timeline, clips=clips is not False, on_failure=weakly(self.fail),
+                    self.construction, self.tiers, self.activations, self.config, self.timeline,
+                    clips=clips is not False, on_failure=weakly(self.fail),
                 )  # fmt: skip
                 self.stack.callback(self._executor.stack.close)
         elif clips is not None:

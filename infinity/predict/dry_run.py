@@ -94,7 +94,7 @@ class Layout:
         tiers = Tiers(self.storage, rank, reduced)
         self.placed = self._place_units(tiers, rank)
         self.budget = UnitBudget(
-            model.units, model.leaves, [model.module], rank, tiers, self.device_nbytes // 2,
+            model.units, model.leaves, [model.module], tiers, self.device_nbytes // 2,
             policy="keep" if self.layered else self.policy,  # the layer schedule has whole blocks
             clips=recipe.clips, updates_nbytes=0,
         )  # fmt: skip

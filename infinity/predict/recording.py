@@ -305,7 +305,7 @@ class _RecordedHooks(Hooks):
     ) -> None:  # fmt: skip
         prefetcher, pins, gradients = (cast(Any, _Told(made, part)) for part in _PARTS)
         activations = cast(Any, SimpleNamespace(open=lambda model: tracked(blocks, cast(Any, self))))
-        super().__init__(units, leaves, activations, prefetcher, pins, gradients, {}, lambda: None)
+        super().__init__(units, leaves, activations, prefetcher, pins, gradients, lambda: None)
         self.profiler, self.record = made, PassRecord(cast(Any, made))  # asked what it recomputes
         self.taking: list[RemovableHandle] = []  # removed later: in another record they would take gradients
         self._by_storage = {_storage(place[1].param): place for place in units.segments()}

@@ -37,7 +37,7 @@ from infinity.optim.state import StateLayout
 from infinity.partition.unit import Segment, Unit, UnitIndex
 from infinity.planner.updates import Speculation
 from infinity.shards.homes import DiskHome, HostHome, Snapshot
-from infinity.shards.journal import ChunkExtents, CommitRecord, Journal, UnitRecord, Version, pack, unpack
+from infinity.shards.journal import ChunkExtents, CommitRecord, UnitRecord, Version, pack, unpack
 from infinity.shards.saved import SavedRun
 from infinity.shards.storage import ShardStore
 from infinity.shards.tiers import Tiers
@@ -109,10 +109,9 @@ class Records:
     """Records one model's steps; without a journal ``commits`` no process could go on with the run."""
 
     def __init__(
-        self, tiers: Tiers, units: Sequence[Unit], commits: Journal | None, every: int | None,
-        speculation: Speculation,
-    ) -> None:  # fmt: skip
-        self.tiers, self.units, self.commits = tiers, units, commits
+        self, tiers: Tiers, units: Sequence[Unit], every: int | None, speculation: Speculation
+    ) -> None:
+        self.tiers, self.units, self.commits = tiers, units, tiers.storage.commits
         self._speculation, self._small = speculation, StepState()
         self.interval, self.steps = CommitInterval(every), 0  # steps that were committed
         self.planned: Counter[str] = Counter()  # bytes that updates and records were to "read" and "write"
@@ -121,7 +120,7 @@ class Records:
         #: Steps that are on disk, or on the way, which a crash may need, and the version of each unit.
         self._kept: list[tuple[int, Sequence[int]]] = []
         self._lock = threading.Lock()
-        if commits is not None:
+        if self.commits is not None:
             tiers.before_write = self._before_write
 
     @property

@@ -44,7 +44,7 @@ class Tiers:
     """Gives each unit its home, and reads and writes its exact values there."""
 
     def __init__(self, storage: Storage, ranks: Ranks, reduce_dtype: torch.dtype) -> None:
-        self.storage, self.ranks, self._reduce_dtype = storage, ranks, reduce_dtype
+        self.storage, self.ranks, self.reduce_dtype = storage, ranks, reduce_dtype
         self.resident_nbytes = storage.resident_nbytes
         self.taken: dict[int, int] = {}  # bytes of it, also set aside, by unit's index; by ~index, of sums
         self._lent: list[Unit] = []  # in host memory only until an optimizer needs the room
@@ -109,7 +109,7 @@ class Tiers:
 
     def gradient_dtype(self, unit: Unit) -> torch.dtype:
         """Return the dtype of this rank's reduced gradient."""
-        return self._reduce_dtype if self.ranks.world_size > 1 else unit.dtype
+        return self.reduce_dtype if self.ranks.world_size > 1 else unit.dtype
 
     def gradient_nbytes(self, unit: Unit) -> int:
         return unit.shard_numel * self.gradient_dtype(unit).itemsize

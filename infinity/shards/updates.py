@@ -38,7 +38,7 @@ from infinity.optim.rules import PlacedRule, ResidentRules
 from infinity.partition.unit import Segment, Unit, UpdateFuture
 from infinity.planner.updates import Do, ShardUpdate, Speculation, StepOrder
 from infinity.shards.homes import HostHome
-from infinity.shards.journal import NOWHERE, Journal
+from infinity.shards.journal import NOWHERE
 from infinity.shards.matrices import ChunkPasses, transform_all
 from infinity.shards.pipeline import Run, Runs, ShardSource, StepHypers, UpdateJob, UpdatePipeline
 from infinity.shards.records import Records
@@ -161,24 +161,25 @@ class Updates:
     Args:
         rules: Update shards in host memory.
         pipeline: Updates shards on NVMe; None: all are resident.
-        commits, every: As for :class:`Records` and :class:`CommitInterval`.
+        clips: Gradients are clipped, and kept until ``step()``.
+        every: As for :class:`CommitInterval`.
         on_failure: Called with the error of an update or of a gradient on its way to it, on any thread.
     """
 
     def __init__(
-        self, tiers: Tiers, rules: ResidentRules, pipeline: UpdatePipeline | None, units: Sequence[Unit],
-        order: StepOrder, speculation: Speculation, *, commits: Journal | None,
-        on_failure: Callable[[BaseException], None], every: int | None = None,
+        self, tiers: Tiers, rules: ResidentRules, pipeline: UpdatePipeline | None, units: Sequence[Unit], *,
+        clips: bool, every: int | None, on_failure: Callable[[BaseException], None],
     ) -> None:  # fmt: skip
-        self.tiers, self.rules, self.pipeline = tiers, rules, pipeline
-        self.order, self.speculation, self.on_failure = order, speculation, on_failure
+        self.tiers, self.rules, self.pipeline, self.on_failure = tiers, rules, pipeline, on_failure
+        two_versions = tiers.storage.memory.versions == 2
+        self.order, self.speculation = StepOrder(), Speculation(two_versions=two_versions, clips=clips)
         self._expecting = False  # of this step
         self._incoming: list[Transfer] = []  # after which gradients have been added
         self.hypers = StepHypers(tiers.storage.rule, units, tiers.ranks)
         self.ready: dict[int, PendingUpdate] = {}  # of this step, by index of the unit
         for unit in units:
             unit.home.updating = None  # of an optimizer before
-        self.records = Records(tiers, units, commits, every, speculation)
+        self.records = Records(tiers, units, every, self.speculation)
         self.stored_gradients = StoredGradients(tiers, units, self.records.planned)
         self._lock = threading.Lock()  # guards the states of updates
 
