@@ -8,7 +8,6 @@ the journal's last: a kill meanwhile costs nothing.
 
 import contextlib
 import errno
-import math
 import mmap
 import os
 import secrets
@@ -29,17 +28,13 @@ from infinity.core.errors import (
     InfinityError,
     LockedError,
     StateError,
-    first_line,
 )
 from infinity.core.files import create_file, is_locked, open_found, sync
-from infinity.core.nbytes import BLOCK_NBYTES, Piece
-from infinity.device.machine import DTYPES
+from infinity.core.nbytes import Piece
 from infinity.nvme.run_directory import RunDirectory, finished_path
 from infinity.nvme.volume import Space, open_direct
 from infinity.optim.rules import find_rule
 from infinity.shards.journal import (
-    MALFORMED,
-    MOST_PLACES,
     CommitRecord,
     Contents,
     CorruptJournalError,
@@ -247,13 +242,7 @@ def _in_generation(
 def _saved(folders: Sequence[Path], contents: Contents, record: CommitRecord) -> SavedRank:
     """Return a commit and all that belongs to it, checked; raises as :func:`find_saved`."""
     assert contents.head is not None  # it comes before the first commit
-    files = contents.head.owner
-    try:
-        spaces = _spaces(record)
-    except MALFORMED as error:
-        raise CorruptJournalError(
-            f"{contents.path}: step {record.step} contradicts itself ({first_line(error)})"
-        ) from error
+    files, spaces = contents.head.owner, _spaces(record)
     data = []
     for drive, space in enumerate(spaces):
         paths = [path for path in (folder / files.data(drive) for folder in folders) if path.exists()]
@@ -272,36 +261,22 @@ def _saved(folders: Sequence[Path], contents: Contents, record: CommitRecord) ->
 
 
 def _spaces(record: CommitRecord) -> list[Space]:
-    """Return the space that the units take of each drive; raise one of ``MALFORMED``."""
-    dtypes = {str(dtype): dtype for dtype in DTYPES.values()}
+    """Return the space that the units take of each drive."""
+    taken: list[list[tuple[int, int]]] = [[] for _ in range(record.drives)]
+    for version in (version for unit in record.units for version in unit.versions):
+        for piece in version.pieces:
+            taken[piece.file].append((piece.offset, piece.nbytes))
+    return [Space.of(ranges) for ranges in taken]
+
+
+def _check_rule(name: str) -> None:
     try:
-        sizes = find_rule(record.rule).layout(dtypes[record.dtype])
+        find_rule(name)
     except SettingError as error:
         raise StateError(
-            f"the interrupted run was updated by {record.rule}, which is no rule here: import its module, "
-            f"or name it as optim.name=module:Class; {BEGIN_ANEW}"
+            f"the interrupted run was updated by {name}, which is no rule here: import its module, or name "
+            f"it as optim.name=module:Class; {BEGIN_ANEW}"
         ) from error
-    taken: list[list[tuple[int, int]]] = [[] for _ in range(record.drives)]
-    whole = record.drives > 0 and type(record.base) is dict
-    for unit in record.units:
-        whole &= not unit.numel % record.world_size and len(unit.segments) == len(unit.counts)
-        whole &= len(unit.versions) <= MOST_PLACES and unit.version < MOST_PLACES
-        for name, at, shape in unit.segments:
-            whole &= type(name) is str and at + math.prod(shape) <= unit.numel
-        for version in unit.versions:
-            ends = 0
-            for chunk in version.chunks:
-                whole &= chunk.start == ends and chunk.numel > 0
-                parts = zip(chunk.parts, sizes.parts_nbytes(chunk.numel), strict=True)
-                whole &= chunk.weight.nbytes > 0 and all(got.nbytes in (0, wanted) for got, wanted in parts)
-                ends += chunk.numel
-            whole &= ends == unit.numel // record.world_size
-            for piece in version.pieces:
-                whole &= piece.nbytes > 0 and not (piece.offset % BLOCK_NBYTES or piece.nbytes % BLOCK_NBYTES)
-                taken[piece.file].append((piece.offset, piece.nbytes))
-    if not whole:
-        raise ValueError("numbers that do not fit together")
-    return [Space.of(ranges) for ranges in taken]
 
 
 def pieces_of(record: CommitRecord) -> set[tuple[int, Piece]]:
@@ -555,6 +530,8 @@ class RunFiles:
                     f"an interrupted run is in {where}, which memory.versions=1 would write over: set "
                     f"memory.versions=2 to go on; {BEGIN_ANEW}"
                 )
+            if saved is not None:
+                _check_rule((saved.own or saved.ranks[0]).record.rule)
             clear(folders, ranks, keep=0 if saved is None else saved.generation)
             if saved is None:
                 self.owner = RankFiles(ranks.rank, run=ranks.least(secrets.randbits(48), "the run's number"))

@@ -1,20 +1,12 @@
 """What a crash, a drive or a hand did to the files of an interrupted run: found and named, never loaded."""
 
-import contextlib
-import json
 import os
 import shutil
-import zlib
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from hypothesis import HealthCheck, given
-from hypothesis import strategies as st
 
-from infinity.core.errors import ChangedFileError, InfinityError, StateError
-from tests.helpers.cases import examples
+from infinity.core.errors import ChangedFileError, StateError
 from tests.helpers.crashes import go_on
 from tests.helpers.journals import records, run_sql
 
@@ -99,57 +91,3 @@ def test_a_changed_data_file_is_named(run, how):
     else:
         os.truncate(data, 0)
         refuse(run, ChangedFileError, str(data), "was cut to 0 bytes")
-
-
-# --- files with the right checksum and other content ----------------------------------------------
-
-
-def rewrite(path: Path, body: Any) -> None:
-    """Put other JSON into the newest commit, with the checksum that belongs to it."""
-    text, newest = json.dumps(body).encode(), "number = (SELECT max(number) FROM commits)"
-    parts = run_sql(path, f"SELECT body FROM blobs WHERE kind = -1 AND {newest}")
-    crc = zlib.crc32(b"".join(part for (part,) in parts), zlib.crc32(text))
-    run_sql(path, f"UPDATE commits SET body = ?, crc = ? WHERE {newest}", text, crc)
-
-
-def changes(value):
-    """Ways to change one value somewhere in ``value``: paths."""
-    if isinstance(value, dict):
-        return [[key, *path] for key, each in value.items() for path in changes(each)] + [[]]
-    if isinstance(value, list):
-        return [[i, *path] for i, each in list(enumerate(value))[:8] for path in changes(each)] + [[]]
-    return [[]]
-
-
-ABSURD = st.one_of(
-    st.none(), st.booleans(), st.text(max_size=3), st.floats(), st.lists(st.integers(-1, 3), max_size=3),
-    st.sampled_from([-1, 0, 1, 2, 3, 4095, 4096, 8192, 2**31, 2**63, 2**64, 10**30, 0.5, {}, []]),
-)  # fmt: skip
-
-
-def changed(value, path, new):
-    if not path:
-        return new
-    copy = dict(value) if isinstance(value, dict) else list(value)
-    copy[path[0]] = changed(value[path[0]], path[1:], new)
-    return copy
-
-
-@examples(60, derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])  # fmt: skip
-@given(st.data())
-def test_no_content_is_loaded_that_contradicts_itself(kept, tmp_path, data):
-    """Any value of a record is another one, with the right checksum: no error of another type."""
-    from infinity.comm.ranks import Ranks
-    from infinity.shards.saved import find_saved
-
-    folder = tmp_path / "fuzz"
-    if not folder.exists():
-        shutil.copytree(kept / "2", folder)
-        run_sql(journal_of(folder), "DELETE FROM commits WHERE number = 1")
-    [[body]] = run_sql(journal_of(kept / "2"), "SELECT body FROM commits ORDER BY number DESC LIMIT 1")
-    body = json.loads(body)
-    path = data.draw(st.sampled_from(changes(body)))
-    rewrite(journal_of(folder), changed(body, path, data.draw(ABSURD)))
-    with contextlib.suppress(InfinityError):
-        find_saved([folder], Ranks(0, 1, torch.device("cpu")), lambda line: None)
