@@ -27,7 +27,7 @@ from infinity.core.errors import CheckpointError, InfinityError, StateError, lib
 from infinity.core.files import own_directory, shared_directory, user_path
 from infinity.core.nbytes import format_nbytes
 from infinity.core.process import UninterruptedExit, uninterrupted, weakly
-from infinity.engine.executor import EngineConfig, HasEngineConfig, engine_config
+from infinity.engine.executor import engine_config
 from infinity.engine.gradients import OnGradient
 from infinity.engine.runtime import Runtime, open_runtimes, runtime_of, runtimes, served
 from infinity.engine.schedule import LayerSchedule, Loss
@@ -115,10 +115,7 @@ class Init:
         LaunchError: There is no such device, or none for this rank.
     """
 
-    def __init__(
-        self, recipe: EngineConfig | HasEngineConfig | nn.Module | None = None, *,
-        device: str | torch.device | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, recipe: Any = None, *, device: str | torch.device | None = None) -> None:
         if isinstance(recipe, nn.Module):
             self.runtime = runtime_of(recipe)
             return
@@ -173,7 +170,7 @@ _ELSEWHERE = {
 
 
 def from_pretrained(
-    path: str | Path, recipe: EngineConfig | HasEngineConfig | None = None, *, auto_class: Any = None,
+    path: str | Path, recipe: Any = None, *, auto_class: Any = None,
     new: Sequence[str] = (), ignore: Sequence[str] = (), frozen: bool = False, stored_as: str | None = None,
     on_progress: OnProgress | None = None, **config_overrides: Any,
 ) -> Any:  # fmt: skip

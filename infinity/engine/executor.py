@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -77,15 +77,8 @@ class EngineConfig:
     layer_schedule: bool = False  # all micro-batches go through a block before the next
 
 
-class HasEngineConfig(Protocol):
-    """Describes a larger configuration that contains the engine's, such as a recipe."""
-
-    @property
-    def engine(self) -> EngineConfig: ...
-
-
-def engine_config(config: EngineConfig | HasEngineConfig | None) -> EngineConfig:
-    """Return the engine's part of ``config``; None stands for the defaults."""
+def engine_config(config: Any) -> EngineConfig:
+    """Return the engine's part of a recipe, or ``config`` itself; None stands for the defaults."""
     found = EngineConfig() if config is None else getattr(config, "engine", config)
     if not isinstance(found, EngineConfig):
         raise TypeError(

@@ -310,18 +310,15 @@ class FullValues:
             given = [s for s in unit.segments if id(s.whole) in fields]
             if not given:
                 continue
-            shards = self.tiers.shard_fields(unit)
-            low, high = unit.shard_start, unit.shard_start + unit.shard_numel
+            shards, low = self.tiers.shard_fields(unit), unit.shard_start
             for s in given:
-                saved, shift = fields[id(s.whole)], s.first - s.offset
-                s.steps = int(saved["step"])
-                start, stop = max(low, s.offset), min(high, s.stop)
-                if start < stop:
-                    for shard, key in zip(shards, self.tiers.layout.full_names, strict=True):
-                        if key not in saved:
-                            continue  # torch.optim.AdamW has no exact weight beside the model's
-                        values = saved[key].reshape(-1)
-                        shard[start - low : stop - low].copy_(values[start + shift : stop + shift])
+                s.steps = int(fields[id(s.whole)]["step"])
+            for s, start, first, numel in unit.within(low, low + unit.shard_numel):
+                saved = fields.get(id(s.whole), {})
+                for shard, key in zip(shards, self.tiers.layout.full_names, strict=True):
+                    if key in saved:  # torch.optim.AdamW has no exact weight beside the model's
+                        values = saved[key].reshape(-1)[first : first + numel]
+                        shard[start - low :][:numel].copy_(values)
             self.tiers.set_shard_fields(unit, shards)
             unit.renew()
         self.ranks.wait_for_writes("the optimizer's state")

@@ -315,15 +315,12 @@ class GradientPath:
             squares = sum_of_squares(there) if norm is None else norm.item() ** 2
         self.updates.add(unit, lease.tensor.view(grad.dtype), squares, lease, weights(), used)
 
-    def _show(self, unit: Unit, total: Gradient, used: Iterable[Segment]) -> None:
+    def _show(self, unit: Unit, total: Gradient, used: tuple[Segment, ...]) -> None:
         """Give watchers the gradient of each parameter, as far as it is in this rank's shard."""
-        flat = total.flat
-        for segment in used:
-            start, stop = (
-                min(max(0, at - unit.shard_start), len(flat)) for at in (segment.offset, segment.stop)
-            )
-            for watch in [*self.watchers.values()] if start < stop else ():
-                watch(segment.name, flat[start:stop])
+        flat, low = total.flat, unit.shard_start
+        for segment, start, _, numel in unit.within(low, low + len(flat)):
+            for watch in [*self.watchers.values()] if segment in used else ():
+                watch(segment.name, flat[start - low :][:numel])
         total.lease.record_use()
 
     def _submit_device_update(self, unit: Unit, total: Gradient, used: tuple[Segment, ...]) -> None:

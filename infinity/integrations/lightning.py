@@ -15,7 +15,6 @@ from infinity.api.init import Init, is_served, no_sync
 from infinity.api.optimizer import Optimizer
 from infinity.api.portable import load_checkpoint, save_checkpoint
 from infinity.core.errors import StateError
-from infinity.engine.executor import EngineConfig, HasEngineConfig
 from infinity.engine.runtime import runtime_of
 from infinity.integrations.accelerate import STATE_FOLDER, scaled
 
@@ -40,7 +39,7 @@ class LightningStrategy(DDPStrategy):  # type: ignore[misc]
         kwargs: Of Lightning's ``DDPStrategy``, such as ``timeout``.
     """
 
-    def __init__(self, recipe: EngineConfig | HasEngineConfig | None = None, **kwargs: Any) -> None:
+    def __init__(self, recipe: Any = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._recipe, self._own_precision = recipe, _OwnPrecision()
         self._state: Path | None = None  # of the checkpoint that is being loaded

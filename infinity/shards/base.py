@@ -31,7 +31,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,26 +52,6 @@ _LEAST_THREADS, _MOST_THREADS = 2, 4
 
 #: ``view(file, offset, nbytes)`` returns bytes of a file from where they were read to: uint8, ``(nbytes,)``.
 ViewRead = Callable[[int, int, int], Tensor]
-
-
-class BaseValues(Protocol):
-    """Makes values of stored bytes; :class:`infinity.checkpoint.load.CheckpointValues` does."""
-
-    def why_not_mapped(self, unit: Unit) -> str: ...
-
-    def is_exact(self, unit: Unit) -> bool: ...
-
-    def scratch_nbytes(self, unit: Unit) -> int: ...
-
-    def sources(
-        self, unit: Unit, start: int, stop: int, most_nbytes: int | None = None
-    ) -> Iterable[tuple[int, tuple[Piece, ...]]]: ...
-
-    def make(self, unit: Unit, start: int, out: Tensor, view: ViewRead) -> None: ...
-
-    def master(self, unit: Unit, start: int, stop: int) -> Tensor: ...
-
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +113,12 @@ class BaseBuffers(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BaseFiles:
-    """The files of a checkpoint, of ``sizes``, from number ``first`` of the run's volume on."""
+    """The files of a checkpoint, of ``sizes``, from number ``first`` of the run's volume on.
 
-    values: BaseValues
+    :class:`infinity.checkpoint.load.CheckpointValues` makes ``values`` of stored bytes.
+    """
+
+    values: Any
     sizes: Sequence[int]
     buffer_nbytes: int = 0
     first: int = 0
@@ -264,7 +247,7 @@ class BaseHome(Home):
 class FrozenBase:
     """Reads units of one checkpoint for this rank; its files are in the run's volume from ``first`` on."""
 
-    def __init__(self, storage: Storage, first: int, sizes: Sequence[int], values: BaseValues) -> None:
+    def __init__(self, storage: Storage, first: int, sizes: Sequence[int], values: Any) -> None:
         assert storage.store is not None
         self.store = storage.store  # its engine reads the files, which are in the run's volume
         buffers = BaseBuffers.within(storage.host_nbytes)

@@ -522,13 +522,11 @@ class _Reader:
         """Return exact values and moments, fp32, of elements of a unit; no moments of parameters ``anew``."""
         names = self._tiers.layout.full_names
         made = {name: torch.zeros(stop - start, device="cpu") for name in names}
-        for s in unit.segments:
-            shift = s.offset - s.first  # from the parameter to the unit
-            low, high = max(start, s.offset) - shift, min(stop, s.stop) - shift
-            for at, values in self._read(s, low, high):
+        for s, low, first, numel in unit.within(start, stop):
+            for at, values in self._read(s, first, first + numel):
                 for name in names[:1] if s in anew else names:
                     if name in values:
-                        made[name][at + shift - start :][: len(values[name])] = values[name]
+                        made[name][low - start + at - first :][: len(values[name])] = values[name]
         return tuple(made.values())
 
     def _read(self, segment: Segment, at: int, end: int) -> Iterator[tuple[int, dict[str, Tensor]]]:
