@@ -405,7 +405,7 @@ class Optimizer(torch.optim.Optimizer):
         read, written = (engine.nbytes_read, engine.nbytes_written) if engine else (0, 0)
         crossed = collectives.nodes.nbytes_crossed if collectives else 0
         commits = self.runtime.storage.commits
-        copied = commits.hooks.copies.nbytes if commits and commits.hooks.copies else 0
+        copied = commits.copies.nbytes if commits and commits.copies else 0
         return time.perf_counter(), dict(self.runtime.timeline.stall_s), read, written, crossed, copied
 
     def report(self, *, loss: float | None = None, tokens: int = 0) -> StepReport:

@@ -54,7 +54,6 @@ from infinity.checkpoint.directory import (
 from infinity.core.errors import CheckpointError, library_errors, listed
 from infinity.core.nbytes import BLOCK_NBYTES, Piece
 from infinity.optim.state import StateLayout, store_master
-from infinity.partition.init_context import Masters
 from infinity.partition.unit import Segment, Unit, UnitIndex
 
 Source = TypeVar("Source")
@@ -505,7 +504,7 @@ class CheckpointValues:
     def counts(self, unit: Unit) -> bool:
         return any(id(s.whole) in self._initializing for s in unit.segments)
 
-    def fill(self, units: UnitIndex, masters: Masters) -> None:
+    def fill(self, units: UnitIndex, masters: Any) -> None:
         """Fill the model in one pass; raises a CheckpointError if a file fails or tied weights differ."""
         sizes = [self._nbytes(unit) for unit in units]
         for unit, done_nbytes in zip(units, itertools.accumulate(sizes), strict=True):

@@ -122,20 +122,6 @@ def install_parameter_dict(module: nn.Module, server: Any) -> None:
         module.__dict__["_parameters"] = ServedParameters(module._parameters, server)
 
 
-class Masters(Protocol):
-    """Stores the exact values of a unit's parameters, for construction."""
-
-    def put(self, unit: Unit, master: Callable[[int, int], Tensor]) -> None:
-        """Store this rank's shard; ``master(start, stop)`` gives values of the full buffer.
-
-        They are fp32, or bf16 where that is exact and the compute dtype, until the next call of ``master``.
-        """
-
-    def get(self, unit: Unit) -> Tensor:
-        """Return the full exact values, fp32, ``(numel,)``. Every rank must call."""
-        ...
-
-
 class LateValues(Protocol):
     """Gives units their values at the end of the block: see [Note: values that come later]."""
 
@@ -143,14 +129,16 @@ class LateValues(Protocol):
         """Return whether a write to a touched parameter of ``unit`` is kept now; else it is scratch."""
         ...
 
-    def fill(self, units: UnitIndex, masters: Masters) -> None:
+    def fill(self, units: UnitIndex, masters: Any) -> None:
         """Store every unit's values; the units' parameters have their names. Every rank must call."""
 
 
 class Construction:
     """Builds models inside one ``with`` block.
 
-    ``make_builder`` makes what cuts units, given what to call with a closed one. ``serve`` puts
+    ``make_builder`` makes what cuts units, given what to call with a closed one. ``masters`` has their exact
+    values, as :class:`infinity.shards.tiers.Tiers`: ``put(unit, master)`` stores them, of which
+    ``master(start, stop)`` returns elements of the full buffer, and ``get(unit)`` returns all. ``serve`` puts
     :class:`ServedParameters` and hooks in a finished module, and returns what takes them out. ``tile`` lets
     operators on a parameter in tiles read them, at the end of the block. The finished model, whose buffers
     are whole, is on ``device``.
@@ -161,7 +149,7 @@ class Construction:
     def __init__(
         self,
         make_builder: Callable[[Callable[[Unit], None]], UnitBuilder],
-        masters: Masters,
+        masters: Any,
         serve: Callable[[nn.Module], Callable[[nn.Module], None]],
         device: torch.device,
         tile: Callable[[nn.Parameter], None] = lambda _: None,

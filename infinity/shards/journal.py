@@ -300,34 +300,22 @@ class Head:
         return head
 
 
-@dataclass(slots=True)
-class CommitHooks:
-    """What follows from a journal's commits.
-
-    Attributes:
-        landed: Called when a commit's updates are on the drive, and before committed versions are written
-            in place: syncs the drive if ``durability.survives`` is power, and returns the sums of the
-            blocks of each data file, which are kept with the commit.
-        obsolete: Called once with the first commit behind all ranks: what an earlier generation had may go.
-        copies: The rank's :class:`~infinity.shards.copies.Copies`, which get each commit first; None: none.
-    """
-
-    landed: Callable[[], Sequence[bytes]] = tuple
-    obsolete: Callable[[], None] = lambda: None
-    copies: Any = None
-
-
 class Journal:
     """Writes the commits of one rank on a thread of its own. Any thread may call.
 
     Attributes:
         last: This process's last commit, which may still be being written; None: there is none.
         stands: There is a valid commit, written or being written.
+        landed: Called when a commit's updates are on the drive, and before committed versions are written in
+            place: syncs the drive if ``durability.survives`` is power, and returns the sums of the blocks of
+            each data file, which are kept with the commit.
+        copies: The rank's :class:`~infinity.shards.copies.Copies`, which get each commit first; None: none.
     """
 
     def __init__(self, folder: Path, owner: RankFiles, *, synced: bool = False) -> None:
         self.path, self._synced = folder / owner.journal, synced
-        self.hooks = CommitHooks()
+        self.landed: Callable[[], Sequence[bytes]] = tuple
+        self.copies: Any = None
         self.last: Transfer | None = None
         self._thread = ThreadPoolExecutor(1, "infinity-commit")
         self._lock = threading.RLock()  # guards what follows
@@ -363,10 +351,10 @@ class Journal:
         if record.state:
             with _kept_or_raise():
                 unpack(record.state)  # here, beside training: it takes milliseconds
-        sums = self.hooks.landed()
-        if self.hooks.copies is not None:
+        sums = self.landed()
+        if self.copies is not None:
             newest = max(self.numbers, default=0)
-            self.hooks.copies.commit(record, sums, retires=self._head.oldest >= newest)
+            self.copies.commit(record, sums, retires=self._head.oldest >= newest)
         self.append(record, sums)
 
     def wait(self) -> None:
@@ -432,9 +420,6 @@ class Journal:
             if self._head.oldest < newest:
                 with self._writing():
                     self._set_oldest(newest)
-            if self.last is not None:
-                obsolete, self.hooks.obsolete = self.hooks.obsolete, lambda: None
-                obsolete()
 
     def take_over(self, record: CommitRecord) -> None:
         """Continue after a commit of whose step all ranks have one; a later one goes."""
@@ -449,11 +434,11 @@ class Journal:
     def invalidate(self) -> None:
         """Give up every commit: see [Note: writes in place]."""
         self.wait()
-        if self.hooks.copies is not None:
-            self.hooks.copies.invalidate()
+        if self.copies is not None:
+            self.copies.invalidate()
         with self._lock, self._writing():
             self.stands = False
-            self.hooks.landed()
+            self.landed()
             self._set_oldest(max(self.numbers, default=0) + 1, in_place=True)
 
     def close(self) -> None:

@@ -119,6 +119,7 @@ class Records:
         self._commit: tuple[CommitRecord, list[Transfer] | None] | None = None
         #: Steps that are on disk, or on the way, which a crash may need, and the version of each unit.
         self._kept: list[tuple[int, Sequence[int]]] = []
+        self._obsolete: Callable[[], None] | None = None  # gives up what an earlier generation had
         self._lock = threading.Lock()
         if self.commits is not None:
             tiers.before_write = self._before_write
@@ -143,7 +144,7 @@ class Records:
 
     def stores_residents(self, updated: Container[int]) -> bool:
         """Return whether a commit of a step that updates these units writes more than the step itself."""
-        copied = self.commits is not None and self.commits.hooks.copies is not None
+        copied = self.commits is not None and self.commits.copies is not None
         return copied or any(unit.index in updated or not home.reloadable for unit, home in self._residents())
 
     def _residents(self) -> Iterator[tuple[Unit, HostHome]]:
@@ -232,7 +233,7 @@ class Records:
         self._small.packed = saved.state(rank)
         self._speculation.counter = unpack(self._small.packed)["predictor"]
         if self.commits is not None:
-            self.commits.hooks.obsolete = obsolete
+            self._obsolete = obsolete
             places = [-1] * len(self.units)
             if saved.own is not None:
                 self.commits.take_over(saved.own.record)
@@ -268,6 +269,11 @@ class Records:
             self.commits.wait()
             self.commits.retire()
             self._kept = self._kept[-1:]
+            if self.commits.last is not None:
+                with self._lock:
+                    obsolete, self._obsolete = self._obsolete, None
+                if obsolete is not None:
+                    obsolete()
 
     def next_place(self, unit: Unit) -> int:
         """Return the place that the unit's update or its commit writes; wait until it may be written."""

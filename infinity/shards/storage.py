@@ -194,13 +194,13 @@ class Storage:
             self.engine = WatchedEngine(self.engine, timeline)
         if files.journal is not None and resume != "never" and self.memory.versions == 2:
             self.commits = files.journal
-            self.commits.hooks.landed = partial(self._land_commit, len(files.paths), synced=synced)
+            self.commits.landed = partial(self._land_commit, len(files.paths), synced=synced)
             if durability.copies == 1:
                 clear_copies([path.parent for path in files.paths])
             else:
-                self.commits.hooks.copies = self._open_copies(files, ranks, note, synced=synced)
-            if self.commits.hooks.copies is not None:
-                self.stack.callback(self.commits.hooks.copies.close)
+                self.commits.copies = self._open_copies(files, ranks, note, synced=synced)
+            if self.commits.copies is not None:
+                self.stack.callback(self.commits.copies.close)
             self.stack.callback(self.commits.close)  # before the files that it syncs
         elif durability.copies > 1:
             note(

@@ -147,7 +147,7 @@ def one_node(folder: str) -> tuple[bool, list[str]]:
     model, optimizer, _ = start("llama", "bf16", given, Rule())
     runtime = runtime_of(model)
     assert runtime is not None
-    found = runtime.storage.commits.hooks.copies is None, list(runtime.notes)
+    found = runtime.storage.commits.copies is None, list(runtime.notes)
     optimizer.close()
     return found
 
