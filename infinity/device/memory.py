@@ -369,9 +369,9 @@ class Pool:
             buffer.close()
 
     def fail(self, error: BaseException) -> None:
-        """Raise ``error`` from every lease that waits, or would have to wait, for a buffer."""
+        """Raise the first ``error`` from every lease that waits, or would have to wait, for a buffer."""
         with self.changed:
-            self._failure = error
+            self._failure = self._failure or error
             self.changed.notify_all()
 
     def close(self) -> None:

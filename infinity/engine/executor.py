@@ -267,7 +267,8 @@ class StepExecutor(ActivationBudget):
 
         ``together``: blocks take all micro-batches at once.
         """
-        stores, policy = self.activations.cache.stores, self.tiers.storage.memory.activations
+        stores, given = self.activations.cache.stores, self.tiers.storage.memory.activations
+        policy = "plan" if self.activations.policy == "plan" else given
         device, host_pool = self.tiers.ranks.device, self.tiers.storage.host_pool
         pools = list[Pool](self.device_pools)
         if self.tiers.ranks.on_accelerator:
@@ -276,8 +277,6 @@ class StepExecutor(ActivationBudget):
             free, pools = free_host_nbytes(), [*pools, host_pool]
         free -= sum(pool.capacity_nbytes - pool.leased_nbytes - pool.kept_nbytes for pool in pools)
         host = host_pool.capacity_nbytes - host_pool.peak_nbytes if Place.HOST in stores else 0
-        if self.activations.policy == "plan":
-            policy = "plan"
         return Rooms.within(policy, free, host, nvme=Place.NVME in stores, together=together)
 
     def _begin_forward(self) -> None:

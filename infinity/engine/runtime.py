@@ -81,7 +81,6 @@ class Runtime:
         self.notes: list[str] = []  # on what is done otherwise on this machine; rank 0's are shown
         self.saves: list[Any] = []  # the last portable checkpoint
         self._executor: StepExecutor | None = None
-        self._failure: BaseException | None = None
         device = join_ranks(config.partition.timeout_s, config.device)
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         name = config.run_name  # which a caller may know on rank 0 only
@@ -393,9 +392,8 @@ class Runtime:
             self.ranks.collectives.peers.tell(error)
 
     def _give_up(self, error: BaseException) -> None:
-        self._failure = self._failure or error
         for pool in self._pools():
-            pool.fail(self._failure)
+            pool.fail(error)
 
     def peer_error(self, what: str, error: RuntimeError) -> PeerError:
         """Return the error for a collective of the caller's that failed; names the rank at fault."""
