@@ -10,7 +10,7 @@ Tables, each from one run in turns:
 3. The last training loss of the quickstart, and its held-out loss, after some steps.
 4. ``infinity plan`` for a GPT of 70 B on 8 H100 with drives.
 
-A rule may have another master: ``adamw+bf16-stochastic`` (losses: ``--loss-dtype bf16``).
+A rule may have another master: ``adamw+kahan``, ``adamw+bf16-stochastic`` (losses: ``--loss-dtype bf16``).
 
     python benchmarks/optimizers.py [--quick] [--json FILE] [--rules adamw,adamw8bit] [--parts update,step]
 """
@@ -39,7 +39,7 @@ from infinity.optim.rules import HostRule, find_rule
 from infinity.optim.state import store_master
 
 RULES = (
-    "adamw", "adamw+bf16-stochastic", "adamw8bit", "adamw8bit+bf16-stochastic", "adamw4bit",
+    "adamw", "adamw+kahan", "adamw+bf16-stochastic", "adamw8bit", "adamw8bit+bf16-stochastic", "adamw4bit",
     "adam", "lion", "sgd", "schedulefree", "adafactor", "muon", "apollo", "apollo-mini", "galore",
     "soap",
 )  # fmt: skip
@@ -61,7 +61,7 @@ TRAINED = {
 
 
 def chosen(name: str) -> list[str]:
-    """What a recipe says of a rule, and after a plus of its master or rank (``rank=32``)."""
+    """What a recipe says of a rule, and after a plus of its master (``kahan``) or rank (``rank=32``)."""
     rule, _, variant = name.partition("+")
     key, _, value = variant.partition("=")
     more = f"optim.options={{{key}: {value}}}" if value else f"optim.master={variant}"

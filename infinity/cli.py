@@ -306,6 +306,17 @@ def _export(args: argparse.Namespace) -> None:
     _say_once(f"exported {what} to {args.out}")
 
 
+@_command(_RUN, _argument("--output", "FILE", "the page to write (default: report.html in the run's folder)"))
+def _report(args: argparse.Namespace) -> None:
+    """Write a page about a run: one HTML file, which needs no network.
+
+    It has curves (by matplotlib: extra plots), the run's summary, samples and the recipe.
+    """
+    from infinity.app.report import write_report
+
+    print(f"wrote {write_report(args.run, _new_file(args.output, may_exist=True))}")
+
+
 @_command(
     _argument("run", "RUN|DIR", "a run's folder, or a model or adapters that were exported"),
     _argument("--prompt", "TEXT", "answer this, and end (default: the lines of standard input)"),

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import infinity
-from infinity.core.config import SettingError
 from infinity.core.errors import StateError
 from infinity.engine.runtime import runtime_of
 from infinity.optim.dictionaries import Parameter, carried, fitted
@@ -15,6 +14,7 @@ from infinity.optim.rules import find_rule
 from tests.helpers import models
 from tests.helpers.cases import few
 from tests.helpers.training import build
+from tests.optim.test_each_rule import dynamic_map
 from tests.shards.test_resume import interrupt, run, same, state
 from tests.test_optimizers import place
 
@@ -30,7 +30,7 @@ CHANGES = {
     ("lion", "muon"): ("exp_avg", "some"),
     ("adamw", "schedulefree"): ("", "none"),
     ("adamw", "adamw+ema"): ("exp_avg, exp_avg_sq", "all"),
-    ("adamw", "adamw+bf16-stochastic"): ("exp_avg, exp_avg_sq", "all"),
+    ("adamw", "adamw+kahan"): ("exp_avg, exp_avg_sq", "all"),
     ("sgd", "lion"): ("", "none"),
     ("adamw", "adafactor"): ("", "none"),
     ("adafactor", "adamw8bit"): ("", "none"),
@@ -41,7 +41,7 @@ CHANGES = {
 
 def start(folder: Any, where: str, name: str) -> tuple[Any, Any]:
     plain, *variants = name.split("+")
-    chosen = {"ema": "optim.ema=0.9", "bf16-stochastic": "optim.master=bf16-stochastic"}
+    chosen = {"ema": "optim.ema=0.9", "kahan": "optim.master=kahan"}
     more = [f"optim.name={plain}", "memory.host=256MiB", *(chosen[each] for each in variants)]
     model = build(models.build("gpt", seed=3)[0], "bf16", [*place(folder, where), *more])
     options = {"ema": 0.9} if "ema" in variants else {}
@@ -80,7 +80,7 @@ def test_a_run_a_checkpoint_and_a_dictionary_go_on_alike(tmp_path, before, now):
         assert {2 if share == "all" else 0} == {*counts} or (share == "some" and {*counts} == {0, 2})
         by_name = dict(zip(saved["names"], saved["state"].values(), strict=True))
         for name, each in zip(optimizer.state_dict()["names"], begun.values(), strict=True):
-            assert torch.equal(each["master"], by_name[name]["master"]) or "stochastic" in now
+            assert torch.equal(each["master"], by_name[name]["master"]) or "kahan" in now
             for moment in (m.name for m in optimizer.rule.moments):
                 carries = each["step"] > 0 and moment in by_name[name]
                 wanted = by_name[name][moment] if carries else torch.zeros(())
@@ -127,26 +127,61 @@ def test_a_line_says_what_carries_over():
     assert line == "the state is of lion and goes on with adamw: moments begin at zero"
 
 
+def as_bitsandbytes(values: torch.Tensor, signed: bool, block: int) -> dict[str, Any]:
+    """Codes, table and largest values of blocks, as its 8-bit optimizers keep a state."""
+    table = dynamic_map(signed)
+    flat = torch.nn.functional.pad(values.flatten(), (0, -values.numel() % block)).view(-1, block)
+    largest = flat.abs().amax(1)
+    codes = torch.bucketize(flat / largest[:, None], (table[1:] + table[:-1]) / 2).to(torch.uint8)
+    return {"state": codes.view(-1)[: values.numel()].view(values.shape), "qmap": table, "absmax": largest}
+
+
+@pytest.mark.parametrize("block", [256, 2048])
+@pytest.mark.parametrize("nested", [True, False])
+def test_a_state_of_bitsandbytes_is_loaded(block, nested):
+    rule, shape = RULES["adamw8bit"], torch.Size((70, 90))
+    generator = torch.Generator().manual_seed(2)
+    first, second = torch.randn(shape, generator=generator), torch.rand(shape, generator=generator)
+    kept = {
+        f"{key}{number}": value
+        for number, moment in ((1, first), (2, second))
+        for key, value in as_bitsandbytes(moment, number == 1, block).items()
+    }
+    small = {"state1": first[0], "state2": second[0]}
+    states = {i: {"step": 3, **({"__bnb_optimizer_quant_state__": each} if nested else each)}
+              for i, each in enumerate((kept, small))}  # fmt: skip
+    group = {**rule.defaults, "alpha": 0.0, "t_alpha": None, "params": [0, 1]}
+    params = [Parameter(str(i), s, True, rule.way({}, 0, s)) for i, s in enumerate((shape, shape[1:]))]
+    made = fitted(rule, {"state": states, "param_groups": [group]}, params, [group], {}.__getitem__)
+    assert [each["step"] for each in made.state.values()] == [3, 3]
+    assert torch.equal(made.state[1]["exp_avg"], first[0])
+    assert (made.state[0]["exp_avg"] - first).abs().mean() < 0.02
+    assert (made.state[0]["exp_avg_sq"] - second).abs().mean() < 0.005
+    del states[0].get("__bnb_optimizer_quant_state__", states[0])["absmax1"]
+    with pytest.raises(StateError, match="8-bit state without a largest value for each block"):
+        fitted(rule, {"state": states, "param_groups": [group]}, params, [group], {}.__getitem__)
+
+
 @pytest.mark.parametrize(
-    ("name", "numbers", "kept", "wanted"),
-    [
-        ("adafactor", {"lr": 1e-3, "beta2_decay": -0.8, "d": 1.0}, {}, "no clip_threshold, decay_rate, eps"),
-        (
-            "adafactor",
-            {**RULES["adafactor"].defaults, "eps": (1e-30, 1e-3)},
-            {"exp_avg_sq_row": torch.ones(4), "exp_avg_sq_col": torch.ones(3)},
-            r"eps: got \(1e-30, 0.001\)",
-        ),
-        ("muon", {"lr": 1e-3, "momentum": 0.9, "ns_coefficients": (3.4, -4.8, 2.0)}, {}, "begin at zero"),
-        ("adamw8bit", RULES["adamw8bit"].defaults, {"state1": torch.ones(4, 3)}, "has state1, which"),
-        ("schedulefree", RULES["schedulefree"].defaults, {"z": torch.ones(4, 3)}, "has z, which"),
-    ],
-)  # fmt: skip
-def test_states_that_other_libraries_keep_in_another_way_are_refused(name, numbers, kept, wanted):
-    rule, shape = RULES[name], torch.Size((4, 3))
-    group = {**rule.defaults, "params": [0]}
-    params = [Parameter("w", shape, True, rule.way(group, 0, shape))]
-    moments = {moment.name: torch.ones(shape) for moment in rule.moments}
-    packed = {"state": {0: {"step": 3, **moments, **kept}}, "param_groups": [{**numbers, "params": [0]}]}
-    with pytest.raises((StateError, SettingError), match=wanted):
-        fitted(rule, packed, params, [group])
+    ("name", "rule"), [("AdamW8bit", "adamw8bit"), ("Lion8bit", "lion"), ("AdamW", "adamw")]
+)
+def test_bitsandbytes_own_optimizers_give_such_states(name, rule):
+    package = pytest.importorskip("bitsandbytes")
+    torch.manual_seed(0)
+    weights = [torch.nn.Parameter(torch.randn(64, 80)), torch.nn.Parameter(torch.randn(64))]
+    theirs = getattr(package.optim, name)(weights, lr=1e-3, weight_decay=0.0)
+    plain, means = 0.9, [torch.zeros_like(weight) for weight in weights]
+    for _ in range(5):
+        for weight, mean in zip(weights, means, strict=True):
+            weight.grad = torch.randn_like(weight)
+            mean.mul_(plain if rule != "lion" else 0.99).add_(
+                weight.grad, alpha=0.1 if rule != "lion" else 0.01
+            )
+        theirs.step()
+    packed = theirs.state_dict()
+    params = [
+        Parameter(str(i), w.shape, True, find_rule(rule).way({}, 0, w.shape)) for i, w in enumerate(weights)
+    ]
+    made = fitted(find_rule(rule), packed, params, packed["param_groups"], {}.__getitem__)
+    for i, mean in enumerate(means):
+        assert (made.state[i]["exp_avg"] - mean).abs().mean() < 0.02 * mean.abs().mean()

@@ -1,6 +1,7 @@
 """Provides ``torch.optim.Optimizer``s whose updates run beside training: ``AdamW``, and one of each rule."""
 
 import fnmatch
+import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -466,9 +467,10 @@ class Optimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what rank 0's :meth:`state_dict` returned; every rank must call with it.
 
-        The state of the same rule of ``torch.optim`` with the same parameter groups is accepted, too, but for
-        Adafactor and Muon; exact weights, which it lacks, stay as they are. An average that it lacks begins
-        with the weights. Of another rule's dictionary, moments carry over where this rule needs no others.
+        The state of the same rule of ``torch.optim``, bitsandbytes, transformers (Adafactor) or schedulefree
+        with the same parameter groups is accepted, too; exact weights, which it lacks, stay as they are. An
+        average that it lacks begins with the weights. Of another rule's dictionary, moments carry over where
+        this rule needs no others.
         """
         self.runtime.values.check_step_over()
         params, described = self._params(), list[Parameter]()
@@ -477,8 +479,19 @@ class Optimizer(torch.optim.Optimizer):
                 name, way = self._name_of(param), self.rule.way(group, 0, param.shape)
                 described.append(Parameter(name, param.shape, param.requires_grad, way))
 
-        own_groups = super().state_dict()["param_groups"]
-        groups, state, note = fitted(self.rule, state_dict, described, own_groups)
+        @functools.cache
+        def exact() -> dict[int, dict[str, Tensor]]:
+            if self.runtime.ranks.world_size > 1:
+                raise StateError(
+                    "a state of schedulefree needs exact weights on one rank: load it there, and go on from "
+                    "its infinity.save_checkpoint"
+                )
+            return self.runtime.values.optimizer_fields()
+
+        groups, state, note = fitted(
+            self.rule, state_dict, described, super().state_dict()["param_groups"],
+            lambda i: exact()[id(params[i])]["master"],
+        )  # fmt: skip
         fields = {id(p): state[i] for i, p in enumerate(params) if i in state}
         sums = self.runtime.executor().updates.hypers.sums
         for own, group in zip(self.param_groups, groups, strict=True):

@@ -37,7 +37,8 @@ def show_data(path: str, overrides: Sequence[str], console: Console) -> None:
         console.print(_sources(each))
         console.print()
         epoch = each.train.micro_batches_per_epoch / recipe.train.accumulate
-        for line in (*each.notes, f"an epoch is {epoch:,.6g} steps"):
+        about = "about " * each.train.estimated
+        for line in (*each.notes, f"an epoch is {about}{epoch:,.6g} steps"):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 

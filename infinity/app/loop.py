@@ -105,8 +105,8 @@ class Loop:
             reference = Reference(recipe, model, self.loss.log_probs, self._mean.total, views.log)
             reference.fill(parts, folder, step=self.step)
             optimizer.report()  # excludes its time and bytes from the first step's report
-        #: What follows a step, given its number; each returns whether it took time.
-        self._after: list[Callable[[int], bool]] = []
+        #: What follows a step, given its number and seconds; each returns whether it took time.
+        self._after: list[Callable[[int, float], bool]] = []
         if recipe.train.sample_every is not None:
             tasks = {task.name: partial(task.within, model) for task in self.tasks}
             self._after.append(Samples(recipe, model, tasks, self._mean, views).after)
@@ -171,7 +171,7 @@ class Loop:
                 self._views.log(plan.describe())
             if train.eval_every and (step % train.eval_every == 0 or step == self._recipe.steps):
                 self._evaluate(step)
-            took = [after(step) for after in self._after]
+            took = [after(step, report.step_s) for after in self._after]
             if any(took):
                 self._optimizer.report()  # excludes their time and bytes from the next step's report
         self._optimizer.synchronize()  # the last step's updates may fail on any rank;
@@ -421,7 +421,7 @@ class Part(NamedTuple):
 
 def parts_of(name: str, data: Data, micro_batches: int, evaluated: int) -> Iterator[Part]:
     """Yield the parts of the data of task ``name``: what will be trained and evaluated on."""
-    train = data.train
+    train = data.train  # a recipe refuses data.streaming with it
     for number, (stream, needed) in enumerate(train.upcoming(micro_batches)):
         yield Part(f"{name}:train{number or ''}", stream.sequences, needed, train.shape)
     for each, held_out in data.evaluated.items():

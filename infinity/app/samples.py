@@ -171,7 +171,7 @@ class Samples:
         for prompt in self._prompts:
             self._writer.encode(prompt)  # it may be refused, before the first step
 
-    def after(self, step: int) -> bool:
+    def after(self, step: int, step_s: float) -> bool:
         """Write all samples if there are some after ``step``; return whether there were. Every rank calls."""
         if step % self._every:
             return False

@@ -356,7 +356,7 @@ def _notes_on(run: runs.Run, loop: "Loop") -> Iterator[str]:
         yield from (f"{whose}{note}" for note in data.notes)
         epoch_steps = data.train.micro_batches_per_epoch / recipe.train.accumulate
         epochs = _short(steps / epoch_steps)
-        epoch = _short(epoch_steps)
+        epoch = "about " * data.train.estimated + _short(epoch_steps)
         yield f"{whose}one epoch is {epoch} steps; train.steps={steps} are {epochs} epochs"
     longest = None if recipe.model.path is None else longest_sequence(Path(recipe.model.path))
     if longest is not None and recipe.model.seq_len > longest:

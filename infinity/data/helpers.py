@@ -1,4 +1,4 @@
-"""Processes that write entries of a cache of tokens for this one, on other cores.
+"""Processes that write entries of a cache of tokens for this one: on other cores, or ahead of training.
 
 What they have not written, or could not, this process writes, or raises the error of. So they only save time.
 
@@ -10,9 +10,12 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 import time
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from queue import SimpleQueue
 from typing import BinaryIO
 
 import numpy as np
@@ -31,9 +34,9 @@ MOST_HELPERS, HELPER_NBYTES, _MOST_JSON_NBYTES = 15, 2**29, 2**24
 
 
 class Helpers:
-    """At most ``count`` processes that write entries of ``parts``, each from another one on."""
+    """At most ``count`` processes that write entries of ``cache``; they end with this one."""
 
-    def __init__(self, cache: TokenCache, parts: Sequence[Source], count: int) -> None:
+    def __init__(self, cache: TokenCache, count: int) -> None:
         paths = os.pathsep.join(filter(None, sys.path))  # no modules of the working directory
         env = {**os.environ, "PYTHONPATH": paths, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
         count = min(count, free_host_nbytes() // 2 // HELPER_NBYTES)
@@ -44,16 +47,27 @@ class Helpers:
             )
             for _ in range(count)
         ]  # fmt: skip
-        for number, process in enumerate(self.processes):
-            assert process.stdin is not None
-            with suppress(BrokenPipeError):  # it has ended
-                process.stdin.write(pickle.dumps((cache, turned(parts, number, count), os.getpid())))
-                process.stdin.flush()
-
-    def end(self) -> None:
+        self.end = weakref.finalize(self, _end, self.processes)
         for process in self.processes:
-            process.kill()
-            process.communicate()
+            _tell(process, cache)
+
+    def write(self, parts: Sequence[Source]) -> None:
+        """Let each process write entries of ``parts``, from another one on, in place of earlier ones."""
+        for number, process in enumerate(self.processes):
+            _tell(process, turned(parts, number, len(self.processes)))
+
+
+def _tell(process: "subprocess.Popen[bytes]", what: object) -> None:
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):  # it has ended
+        process.stdin.write(pickle.dumps(what))
+        process.stdin.flush()
+
+
+def _end(processes: "Sequence[subprocess.Popen[bytes]]") -> None:
+    for process in processes:
+        process.kill()
+        process.communicate()
 
 
 def turned(parts: Sequence[Source], number: int, of: int) -> list[Source]:
@@ -62,15 +76,27 @@ def turned(parts: Sequence[Source], number: int, of: int) -> list[Source]:
     return [*parts[first:], *parts[:first]]
 
 
-def write_entries(order: BinaryIO) -> None:
-    """Write entries of parts of a cache, as ``order`` says, until all are there or the rank has ended."""
-    cache, parts, rank_pid = pickle.load(order)
-    for part in parts:
-        if os.getppid() != rank_pid:
-            break
-        with suppress(InfinityError, OSError):  # the rank meets it, too
-            if part.path.suffix != ".json" or part.nbytes <= _MOST_JSON_NBYTES:
-                cache.make([part], patience_s=0)
+def write_entries(orders: BinaryIO) -> None:
+    """Write entries of a cache, which is the first that ``orders`` has; then come lists of parts.
+
+    Each list replaces what is left of the one before. Ends with ``orders``: the rank has.
+    """
+    cache, lists = pickle.load(orders), SimpleQueue[list[Source] | None]()
+
+    def read() -> None:
+        with suppress(EOFError):
+            while True:
+                lists.put(pickle.load(orders))
+        lists.put(None)
+
+    threading.Thread(target=read, daemon=True).start()  # templates are rendered in the main thread
+    parts: list[Source] | None = []
+    while parts is not None:
+        for part in parts[:1]:
+            with suppress(InfinityError, OSError):  # the rank meets it, too
+                if part.path.suffix != ".json" or part.nbytes <= _MOST_JSON_NBYTES:
+                    cache.make([part], patience_s=0)
+        parts = lists.get() if not parts[1:] or not lists.empty() else parts[1:]
 
 
 def make_together(cache: TokenCache, sources: Sequence[Source], log: Log) -> None:
@@ -86,10 +112,11 @@ def make_together(cache: TokenCache, sources: Sequence[Source], log: Log) -> Non
     whole, own = cache.entry(sources), turned(parts, rank(), world_size())
     if not worth or whole.exists():
         return
-    helpers, logged_s = Helpers(cache, own[::-1], count), time.monotonic()  # until all meet
+    helpers, logged_s = Helpers(cache, count), time.monotonic()
     if not helpers.processes and world_size() == 1:  # parts would be written twice, and save no time
         return
     try:
+        helpers.write(own[::-1])  # until all meet
         for number, part in enumerate(own):
             if whole.exists():  # another rank has been quicker
                 break

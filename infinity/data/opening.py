@@ -1,23 +1,31 @@
 """Opens the data of a run: the settings of ``data``, tokens of the entries of its files, and sequences."""
 
+import hashlib
+import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
 from infinity.core.config import Config, SettingError, Valid, option, setting
 from infinity.core.errors import RecipeError, did_you_mean
+from infinity.core.nbytes import format_nbytes
 from infinity.data.formats import COLUMNS, SUPERVISED, Reading
 from infinity.data.helpers import make_together
-from infinity.data.loader import HeldOut, Loader
+from infinity.data.loader import HeldOut, Loader, PartTokens, Windows
 from infinity.data.sequences import BatchShape, Layout, Sequences, joined
 from infinity.data.sources import Source, find_files
 from infinity.data.tokenizer import DataError, Tokenizer, open_tokenizer
 from infinity.data.tokens import JUDGED, TEXTS, Kind, Log, Part, TokenCache, Tokens
+from infinity.data.tokens import joined as joined_tokens
 
+#: The largest file that is a part, where it cannot be cut.
+_MOST_PART_NBYTES = 1 << 30
 #: Keys of data, the last one followed by a name.
 TRAIN, HELD_OUT, EVAL_SETS = "data.files", "data.eval_files", "data.eval_sets."
 
@@ -64,6 +72,14 @@ class DataConfig(Config):
         "null: text as one stream, prompts and chats as true",
     )
     skip_malformed: bool = setting(False, "count and skip malformed rows")
+    streaming: bool = setting(
+        False, "make tokens while training goes on, in place of all before the first step"
+    )
+    shuffle_buffer: int = setting(
+        2**23,
+        "with data.streaming: bytes of files whose documents are packed, and sequences shuffled, together",
+        Valid(2**10, 2**40), nbytes=True,
+    )  # fmt: skip
     cache: str = option("runs/tokens", "directory in which tokens are cached between runs", path=True)
     shuffle: bool = setting(True, "shuffle sequences anew every epoch; false: keep their order")
     seed: int = setting(0, "seed of the shuffling", Valid(0, 2**63 - 1))
@@ -100,8 +116,10 @@ class Sources:
 
     key: str
     tokenizer: Tokenizer
-    tokens: Tokens
+    tokens: Tokens  # of a stream those of a part of each entry
     parts: list[Part]
+    cache: TokenCache
+    streamed: list[list[Source]] = field(default_factory=list)  # of a stream the parts of each entry's files
 
     @property
     def whole(self) -> Part:
@@ -125,7 +143,8 @@ def open_sources(
 ) -> dict[str, Sources]:  # fmt: skip
     """Tokenize training data and held-out files, each if it is not cached; return them by their keys.
 
-    ``check`` returns tokens as they are trained on, or raises; other arguments are those of ``open_data``.
+    Of a stream the tokens are those of a part of each entry. ``check`` returns tokens as they are trained on,
+    or raises; other arguments are those of ``open_data``.
     """
     tokenizer = open_tokenizer(config.tokenizer or model_path or "bytes")
     if model_path is None and tokenizer.vocab_size > vocab_size:
@@ -141,17 +160,20 @@ def open_sources(
     seen = set[Path]()
 
     def opened(key: str, names: Sequence[str]) -> Sources:
-        files, ends = list[Source](), list[int]()
+        files, ends, streamed = list[Source](), list[int](), list[list[Source]]()
         for name in names:
             others = seen if key == TRAIN else {file.path for file in files}  # held-out sets may share files
             found = [Source(path) for path in find_files([name], key=key) if path not in others]
             files += found
             seen.update(file.path for file in found)
             ends.append(len(files))
-        if kind is not JUDGED:  # of which a row has the next one's completion
+        if key == TRAIN and config.streaming and files:
+            streamed = cut(files, ends, config)
+            files, ends = [parts[0] for parts in streamed], [*range(1, 1 + len(names))]
+        elif kind is not JUDGED:  # of which a row has the next one's completion
             make_together(cache, files, log)
         tokens = check(cache.open(files, log))
-        return Sources(key, tokenizer, tokens, parts_of(tokens, names, ends))
+        return Sources(key, tokenizer, tokens, parts_of(tokens, names, ends), cache, streamed)
 
     sets = {f"{EVAL_SETS}{name}": files for name, files in (config.eval_sets or {}).items()}
     held_out = {HELD_OUT: config.eval_files, **sets}
@@ -197,6 +219,30 @@ def checked(
     return tokens.all_counted() if kind.all_tokens else tokens
 
 
+def cut(files: Sequence[Source], ends: Sequence[int], config: DataConfig) -> list[list[Source]]:
+    """Return the parts of each entry's files, which end before ``ends``; DataError: an entry has none.
+
+    They are small, so that a window has something of many places, and a few can be held out.
+    """
+    most = min(config.shuffle_buffer // 8, 2**24)
+    if config.eval_fraction:
+        total = sum(file.nbytes for file in files)
+        most = min(most, max(2**16, math.ceil(total * config.eval_fraction)))
+    found = []
+    for name, begin, end in zip(config.files, (0, *ends), ends):
+        found.append([part for file in files[begin:end] for part in file.parts(most)])
+        for part in found[-1]:
+            if part.of == 1 and part.nbytes > max(most, _MOST_PART_NBYTES):
+                raise DataError(
+                    f"{part.path}: with data.streaming such a file may have "
+                    f"{format_nbytes(_MOST_PART_NBYTES)}, since it is read whole; give several, or .jsonl or "
+                    ".parquet"
+                )
+        if not found[-1]:
+            raise DataError(f"data.files: {name}: all of its files are those of other entries, or held out")
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class Data:
     """Training and held-out data of a run."""
@@ -230,7 +276,10 @@ def open_data(
     layout = Layout(shape, packing, kind)
     held = {key: joined(layout.of(each.tokens, [each.whole])) for key, each in others.items()}
     hold_out = not held and config.eval_fraction > 0
-    loader, held_out, more = _training(config, layout, train, hold_out)
+    if train.streamed:
+        loader, held_out, more = _streamed(config, layout, train, hold_out, log, check)
+    else:
+        loader, held_out, more = _stored(config, layout, train, hold_out)
     held |= {} if held_out is None else {HELD_OUT: held_out}
     for key, found in held.items():
         if not len(found):
@@ -246,10 +295,12 @@ def open_data(
     return Data(loader, evaluated, packing is True, train, layout, tuple(notes))
 
 
-def _training(
-    config: DataConfig, layout: Layout, train: Sources, hold_out: bool
-) -> tuple[Loader, Sequences | None, list[str]]:
-    """Return the loader of what is trained on, what is held out of it, and notes."""
+_Opened: TypeAlias = tuple[Loader, Sequences | None, list[str]]
+_Check: TypeAlias = Callable[[Tokens], Tokens]
+
+
+def _stored(config: DataConfig, layout: Layout, train: Sources, hold_out: bool) -> _Opened:
+    """Return the loader of tokens that are all there, what is held out of them, and notes."""
     parts, held, notes = train.parts if config.weights else [train.whole], None, list[str]()
     if hold_out:
         cut = [_hold_out(config, layout, part) for part in parts]
@@ -266,7 +317,53 @@ def _training(
     given = by_part if config.weights else [sequences]
     if (of := sequences.examples) is not None:  # a batch may have rows of several parts
         given = [replace(each, examples=replace(each.examples, width=of.width)) for each in given]  # type: ignore[type-var]
-    return Loader(given, layout.shape, config.seed, config.shuffle, identity, config.weights), held, notes
+    return Loader.of(given, layout.shape, config.seed, config.shuffle, identity, config.weights), held, notes
+
+
+def _streamed(
+    config: DataConfig, layout: Layout, train: Sources, hold_out: bool, log: Log, check: _Check
+) -> _Opened:
+    """Return the loader of tokens that are made while training goes on, some that are held out, and notes."""
+    mixed = bool(config.weights)
+    entries = train.streamed if mixed else [[*chain(*train.streamed)]]
+    names = [part.name for part in train.parts] if mixed else [train.whole.name]
+    first = layout.of_part(train.tokens, train.whole)
+    held, notes = None, list[str]()
+    if hold_out:
+        apart = {part for each in zip(names, entries) for part in _parts_held_out(config, *each)}
+        entries = [[part for part in parts if part not in apart] for parts in entries]
+        tokens = check(joined_tokens([train.cache.open([part], log) for part in sorted(apart)]))
+        held = layout.of_part(tokens, Part(HELD_OUT, 0, len(tokens.values), tokens.documents))
+        notes.append(f"held out: {len(apart):,} parts of files (data.eval_fraction={config.eval_fraction:g})")
+    nbytes, window = sum(part.nbytes for part in chain(*entries)), config.shuffle_buffer
+    parts = PartTokens(train.cache, layout, log, check, train.streamed)
+    streams = [
+        Windows(name, each, parts, window, first, (config.seed, number), shuffle=config.shuffle)
+        for number, (name, each) in enumerate(zip(names, entries))
+    ]
+    seen: list[Any] = [train.cache.tokenizer.fingerprint, train.cache.reading.formats, layout.packing]
+    seen += [config.weights, window, [(part.nbytes, *part[1:]) for part in chain(*entries)]]
+    identity: dict[str, Any] = {"tokens": hashlib.sha256(json.dumps(seen).encode()).hexdigest()}
+    identity |= {"seed": config.seed, "shuffle": config.shuffle}
+    notes.append(
+        f"training data: {format_nbytes(nbytes)} of files, tokenized while training goes on, in windows of "
+        f"{format_nbytes(window)} (data.shuffle_buffer); in a part of them: {first}"
+    )
+    per_epoch = len(first) * nbytes / max(1, sum(each[0].nbytes for each in train.streamed))
+    loader = Loader(streams, config.weights or (1.0,), layout.shape, identity, per_epoch, estimated=True)
+    return loader, held, notes
+
+
+def _parts_held_out(config: DataConfig, name: str, parts: Sequence[Source]) -> list[Source]:
+    """Return ``data.eval_fraction`` of parts, spread over all, but no more than a window has."""
+    if len(parts) < 2:
+        raise DataError(
+            f"{name}: too little to hold {config.eval_fraction:g} of it out, as a part of a file: give "
+            "data.eval_files, or data.eval_fraction=0 (hold nothing out)"
+        )
+    most = max(1, config.shuffle_buffer // max(1, parts[0].nbytes))
+    count = max(1, min(round(len(parts) * config.eval_fraction), most, len(parts) - 1))
+    return [parts[(2 * each + 1) * len(parts) // (2 * count)] for each in range(count)]
 
 
 def _packing(config: DataConfig, given: Mapping[str, Sources], kind: Kind) -> bool | None:

@@ -25,6 +25,8 @@ from infinity.data.tokenizer import DataError, MalformedError
 
 #: Text is read in whole lines, or whole words of longer ones, about this many characters at a time.
 PIECE_CHARS = 1 << 20
+#: A longer line of text may be cut where a part of its file begins, between words.
+_LONG_LINE_NBYTES = 1 << 16
 #: The longest line of JSONL that is read (bytes), and the largest JSON array.
 _MOST_LINE_NBYTES, _MOST_JSON_NBYTES = 1 << 26, 1 << 30
 #: Rows of Parquet and Arrow that memory holds at one time.
@@ -361,7 +363,8 @@ def _opened(source: Source) -> Iterator[Any]:
     with readable(path), open(open_regular(path), "rb") as file:
         if source.of > 1:
             part = source.range(os.fstat(file.fileno()).st_size)
-            begin, end = (_line_at(file, each) for each in (part.start, part.stop))
+            most = _MOST_LINE_NBYTES if has_rows(path) else _LONG_LINE_NBYTES
+            begin, end = (_line_at(file, each, most) for each in (part.start, part.stop))
             file.seek(begin)
             yield io.BytesIO(file.read(end - begin))
         elif path.suffix == ".gz" and has_rows(path):
@@ -371,12 +374,16 @@ def _opened(source: Source) -> Iterator[Any]:
             yield file
 
 
-def _line_at(file: Any, offset: int) -> int:
-    """Return where the first line begins, from ``offset`` on."""
+def _line_at(file: Any, offset: int, most: int) -> int:
+    """Return where the first line begins, from ``offset`` on; in a line of ``most`` bytes a word, about."""
     file.seek(max(0, offset - 1))
-    if offset:
-        file.readline(_MOST_LINE_NBYTES)  # one that is longer is an error where it is read
-    return int(file.tell())
+    rest = file.readline(most) if offset else b""
+    if len(rest) < most or rest.endswith(b"\n"):
+        return int(file.tell())
+    after = rest.find(b" ", 1)
+    if after < 0:  # a character
+        after = next((at for at in range(1, len(rest)) if rest[at] & 0xC0 != 0x80), len(rest))
+    return offset - 1 + after
 
 
 def read_lines(source: Source) -> Iterator[tuple[int, bytes]]:

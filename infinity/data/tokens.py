@@ -56,7 +56,7 @@ Encode: TypeAlias = Callable[[Source, Tokenizer, Reading], Documents]
 _MOST_LABEL = 10**6
 #: Seconds between progress lines while tokens are written.
 LINES_EVERY_S = 10.0
-#: Tokens of parts of files are kept so long for a run that is started again.
+#: Tokens of parts of files are kept so long for a run that goes on.
 _MOST_AGE_S = 7 * 24 * 3600.0
 
 _TOKENS, _LOSS_MASK, _DOCUMENTS, _ABOUT = "tokens", "counts", "documents", "about.json"
@@ -173,6 +173,27 @@ def _explained(path: Path) -> Iterator[None]:
         raise DataError(f"data.cache: {error.strerror}") from error
     except OSError as error:
         raise DataError(f"data.cache: {error.filename or path}: {error.strerror}") from error
+
+
+def joined(parts: Sequence[Tokens]) -> Tokens:
+    """Return the tokens of several sources together, in memory."""
+    sizes = [len(each.values) for each in parts]
+    counts = [len(each.documents) for each in parts]
+    begins, masked = np.cumsum([0, *sizes[:-1]]), any(each.loss_mask is not None for each in parts)
+    malformed = [each.malformed for each in parts]
+    masks = (np.ones(n, np.bool_) if p.loss_mask is None else p.loss_mask for p, n in zip(parts, sizes))
+    sources = np.cumsum(np.stack([counts, sizes], axis=1), axis=0)
+    return Tokens(
+        values=np.concatenate([each.values for each in parts]),
+        loss_mask=np.concatenate([*masks]) if masked else None,
+        documents=np.concatenate(
+            [each.documents + np.array([at, at, 0, 0]) for each, at in zip(parts, begins)]
+        ),
+        largest=max(each.largest for each in parts),
+        digest=hashlib.sha256("".join(each.digest for each in parts).encode()).hexdigest(),
+        malformed=(sum(n for n, _ in malformed), next((first for n, first in malformed if n), "")),
+        sources=np.column_stack([sources, [n for n, _ in malformed]]),
+    )
 
 
 def _read_entry(path: Path, dtype: np.dtype[Any]) -> Tokens:
@@ -293,6 +314,7 @@ def encode_documents(source: Source, tokenizer: Tokenizer, reading: Reading = RE
         yield from encoded_rows(source, reading, lambda row: encode_document(document_of(row), tokenizer))
         return
     before, after = _ends(tokenizer)
+    before, after = before if source.number == 0 else [], after if source.number + 1 == source.of else []
     for text, last in read_pieces(source):
         yield enclosed(before, tokenizer.encode(text), after if last else [], last=last)
         before = []

@@ -164,7 +164,7 @@ SINKS: dict[str, tuple[str, Callable[[Any, Sink], Writer]]] = {
 
 
 def scalars_of(line: StepReport | Evaluation) -> dict[str, float | None]:
-    """Return the figures of a step or an evaluation by the names that sinks have for them."""
+    """Return the figures of a step or an evaluation by the names that sinks and the report have for them."""
     scalars: dict[str, float | None] = {}
     if isinstance(line, Evaluation):
         for name, loss in {"": line.loss, **line.adapters}.items():

@@ -33,6 +33,16 @@ __device__ float join(short weight, short remainder)
 }
 __device__ short upper(float f) { return (__float_as_uint(f) + 0x8000) >> 16; }
 __device__ short lower(float f) { return __float_as_uint(f); }
+template <typename T> __device__ T lost(T like, float f)
+{
+    const float wide = widen(rounded_as(like, f));
+    const bool infinite = (__float_as_int(wide) & 0x7FFFFFFF) == 0x7F800000;
+    return rounded_as(like, infinite ? 0.0f : f - wide);
+}
+template <typename T> __device__ float sum_kept(T like, float f)
+{
+    return widen(rounded_as(like, f)) + widen(lost(like, f));
+}
 __device__ short stochastic(float f, float seed)
 {
     unsigned bits = __float_as_uint(f), mixed = bits ^ (__float_as_uint(seed) * 0x9E3779B9u);

@@ -123,6 +123,14 @@ _MASTERS = {
         ["out[at] = upper(master_)", "remainder_field[at] = lower(master_)"],
     ),
     "master": ("master_field[at]", ["master_field[at] = master_", "out[at] = rounded_as(out[at], master_)"]),
+    "compensation": (
+        "widen(weight[at]) + widen(compensation_field[at])",
+        [
+            "master_ = sum_kept(out[at], master_)",
+            "out[at] = rounded_as(out[at], master_)",
+            "compensation_field[at] = lost(out[at], master_)",
+        ],
+    ),
     "stochastic": ("widen(weight[at])", ["out[at] = stochastic(master_, seed_)"]),
     "weight": ("widen(weight[at])", ["out[at] = rounded_as(out[at], master_)"]),
 }

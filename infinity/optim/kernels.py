@@ -200,6 +200,19 @@ def stochastic(master: Any, seed: Any) -> Any:
 
 
 @inlined
+def lost(like: Any, master: Any) -> Any:
+    """Return what rounding a float32 to the dtype of ``like`` takes from it, 0 of an infinite one."""
+    wide = widen(rounded_as(like, master))
+    return rounded_as(like, np.float32(0) if abs(wide) == np.float32(np.inf) else master - wide)
+
+
+@inlined
+def sum_kept(like: Any, master: Any) -> Any:
+    """Return the sum that :func:`infinity.optim.state.compensated` keeps of a float32."""
+    return widen(rounded_as(like, master)) + widen(lost(like, master))
+
+
+@inlined
 def magnitude(value: Any) -> Any:
     """Return the bits of a float32 without its sign."""
     return np.int32(bits(value) & np.int32(0x7FFFFFFF))

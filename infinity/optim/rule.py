@@ -161,7 +161,7 @@ class Rule(ABC):
     def with_master(self, master: str) -> "Rule":
         """Return the rule like this one for ``optim.master``; a SettingError says that there is none."""
         if master == STOCHASTIC and self.averages:
-            wanted = "exact beside an average, whose distance cannot follow the rounding of weights"
+            wanted = "exact or kahan beside an average, whose distance cannot follow the rounding of weights"
             raise SettingError("optim.master", master, wanted)
         plain = self.name.removesuffix(f"+{self.master}")
         return self.like(name=plain if master == EXACT else f"{plain}+{master}", master=master)

@@ -81,10 +81,10 @@ class OptimConfig(Config):
         'numbers by patterns of names, as in {"*.bias|*norm*": {weight_decay: 0}, "embed*": {lr: 1e-4}}',
         Valid(0, 10**6),
     )
-    master: Literal["exact", "bf16-stochastic"] = setting(
+    master: Literal["exact", "kahan", "bf16-stochastic"] = setting(
         "exact",
-        "the fp32 value that a 16-bit weight is trained from: exact (in bf16 as many bytes as Kahan "
-        "summation, and nothing is lost); bf16-stochastic: the weight itself, rounded at random",
+        "the fp32 value that a 16-bit weight is trained from: exact; kahan: the weight plus 16 bits of "
+        "rounding error; bf16-stochastic: the weight itself, rounded at random",
     )
     max_grad_norm: float | None = setting(
         1.0, "clip the global gradient norm to this; null: never clip", Valid(1e-30, 1e30)

@@ -2,11 +2,11 @@
 
 A state is what makes the weight exact, which depends on the compute dtype, and then the moments of the rule:
 
-| compute dtype | weight | exact (bytes per element) | bf16-stochastic |
-|---------------|--------|---------------------------|-----------------|
-| bfloat16      | 2      | remainder 2               | none            |
-| float16       | 2      | master 4                  |                 |
-| float32       | 4      | none                      |                 |
+| compute dtype | weight | exact (bytes per element) | kahan          | bf16-stochastic |
+|---------------|--------|---------------------------|----------------|-----------------|
+| bfloat16      | 2      | remainder 2               | compensation 2 | none            |
+| float16       | 2      | master 4                  | compensation 2 |                 |
+| float32       | 4      | none                      |                |                 |
 
 [Note: exact split] A float32 is split into the bfloat16 of its upper half and a signed 16-bit remainder, both
 taken as integers: ``bits = (weight << 16) + remainder``. Rounding to nearest with ties up, ``weight = (bits +
@@ -15,10 +15,13 @@ differs only in sending ties to even.) Where rounding carries the largest finite
 computes with an infinite weight, as after any cast to bfloat16, but the master stays finite. A NaN may come
 back with another payload.
 
-[Note: masters] What a rule updates in fp32, ``optim.master``, is the exact weight; or, by
+[Note: masters] What a rule updates in fp32, ``optim.master``, is the exact weight; or, by ``kahan``, the sum
+of the weight and what rounding took from it, rounded to the same dtype: twice its digits; or, by
 ``bf16-stochastic``, the weight itself, which an update rounds up or down, right on average. Which, is a hash
 of the step and of the new fp32 value: no place, slice or number of ranks can change it. Elements with equal
-new values are rounded alike in a step, and otherwise in the next.
+new values are rounded alike in a step, and otherwise in the next. For ``kahan`` a new value is split, and the
+sum is split again, which rounding may have left half a step from the weight: so equal sums have equal parts,
+and a state that is loaded from sums is the one that was saved. An infinite weight has no compensation.
 
 [Note: moments and fields] A rule has moments, fp32 values with a name. What is stored of one is its
 :class:`Form`: one field or more, each with a value of some dtype for so many elements. Bytes, extents,
@@ -160,13 +163,14 @@ class Moment(NamedTuple):
 
 
 #: Fields beside weights of each dtype, by ``optim.master``: see [Note: masters].
-EXACT, STOCHASTIC = "exact", "bf16-stochastic"
+EXACT, KAHAN, STOCHASTIC = "exact", "kahan", "bf16-stochastic"
 MASTERS: dict[str, dict[torch.dtype, tuple[StateField, ...]]] = {
     EXACT: {
         torch.bfloat16: (StateField("remainder", torch.int16),),
         torch.float16: (StateField("master", torch.float32),),
         torch.float32: (),
     },
+    KAHAN: {dtype: (StateField("compensation", dtype),) for dtype in (torch.bfloat16, torch.float16)},
     STOCHASTIC: {torch.bfloat16: ()},
 }
 
@@ -298,6 +302,15 @@ def split(master: Tensor) -> tuple[Tensor, Tensor]:
     return ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16), bits.to(torch.int16)
 
 
+def compensated(master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Split a float32 master into a weight of ``dtype`` and its compensation: see [Note: masters]."""
+    for _ in range(2):
+        weight = master.to(dtype)
+        lost = torch.where(weight.isinf(), 0, master - weight.float()).to(dtype)
+        master = weight.float() + lost.float()
+    return weight, lost
+
+
 def stochastic(master: Tensor, seed: Tensor) -> Tensor:
     """Return a float32 master as bfloat16, rounded by a hash of it and of the bits of ``seed``, float32."""
     bits = master.view(torch.int32)
@@ -313,6 +326,8 @@ def master_of(layout: StateLayout, weight: Tensor, state: Sequence[Tensor]) -> T
     match layout.master:
         case "remainder":
             return (weight.to(torch.float32).view(torch.int32) + state[0]).view(torch.float32)
+        case "compensation":
+            return weight.float() + state[0].float()
         case "master":
             return state[0]
     return weight.float()
@@ -335,6 +350,8 @@ def store_master(
     match layout.master:
         case "remainder":
             parts = split(master)
+        case "compensation":
+            parts = compensated(master.float(), layout.dtype)
         case "master":
             parts = master, master
         case "stochastic" if seed is not None:

@@ -211,6 +211,9 @@ class Recipe:
             raise SettingError(
                 "model.vocab_size", self.model.vocab_size, "at least 256 for the bytes tokenizer"
             )
+        if self.data.streaming and OBJECTIVES[self.train.task].reference:
+            wanted = f"false: the reference of train.task={self.train.task} is computed for all data at first"
+            raise SettingError("data.streaming", True, wanted)
         for name in ("rank", "adapter"):
             value = getattr(self.lora, name)
             if value is not None and self.model.path is None:

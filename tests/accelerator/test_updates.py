@@ -20,7 +20,7 @@ from tests.helpers.launch import run_ranks
 
 harness = pytest.importorskip("tests.accelerator.harness")
 
-NAMES = ("adamw", "adamw8bit", "adamw4bit", "adam", "lion", "sgd", "lion+bf16-stochastic")
+NAMES = ("adamw", "adamw8bit", "adamw4bit", "adam", "lion", "sgd", "adamw8bit+kahan", "lion+bf16-stochastic")
 
 
 def compare(name: str) -> list[str]:

@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import infinity
 from infinity.api import checkpoints
-from infinity.api.checkpoints import CheckpointConfig, Checkpoints, Interval
+from infinity.api.checkpoints import AUTO_SHARE, CheckpointConfig, Checkpoints, Interval, Pace
 from infinity.api.portable import PortableSave
 from infinity.app.export import save_run
 from infinity.app.loop import Loop
@@ -52,7 +54,7 @@ __all__ = ["small_units", "whole"]  # fixtures
 @pytest.mark.parametrize(
     ("every", "interval"),
     [
-        (None, None), ("500 steps", Interval(500)), ("1step", Interval(1)),
+        (None, None), ("auto", Interval()), ("500 steps", Interval(500)), ("1step", Interval(1)),
         ("30min", Interval(seconds=1800)), ("1.5 h", Interval(seconds=5400)), ("90s", Interval(seconds=90)),
     ],
 )  # fmt: skip
@@ -60,12 +62,47 @@ def test_every_is_steps_or_a_time(every: str | None, interval: Interval | None) 
     assert CheckpointConfig(every=every).interval() == interval
 
 
-@pytest.mark.parametrize(
-    "every", ["", "500", "0 steps", "1.5 steps", "-3min", "min", "0s", "3 days", "auto", 500]
-)
+@pytest.mark.parametrize("every", ["", "500", "0 steps", "1.5 steps", "-3min", "min", "0s", "3 days", 500])
 def test_anything_else_is_an_error_that_says_what_is_wanted(every: Any) -> None:
-    with pytest.raises(SettingError, match=r'every: got .*; wanted such as "500 steps", 30min'):
+    with pytest.raises(SettingError, match=r'every: got .*; wanted auto, or such as "500 steps", 30min'):
         CheckpointConfig(every=every)
+
+
+times = st.floats(0.01, 20)
+
+
+@given(
+    step_s=st.floats(1, 20), slower_s=st.lists(st.tuples(times, times), min_size=1, max_size=8),
+    steps=st.integers(1, 20), expected_s=times,
+)  # fmt: skip
+def test_auto_keeps_its_share_of_the_time(
+    step_s: float, slower_s: list[tuple[float, float]], steps: int, expected_s: float
+) -> None:
+    """But for what the last save cost more than the one before, which nobody could know."""
+    now, spent, previous, pace = 0.0, 0.0, expected_s, Pace(expected_s, 0.0)
+    for slower, waited in slower_s:
+        while not pace.allows(AUTO_SHARE, now):
+            now += step_s
+            pace.step(step_s, saving=False)
+        assert spent + previous <= AUTO_SHARE * (now + previous) * (1 + 1e-9)
+        pace.begin(now)
+        for _ in range(steps):
+            now += step_s + slower
+            pace.step(step_s + slower, saving=True)
+        pace.cost_s += waited
+        now += waited
+        took = pace.end(now)
+        cost = slower * steps + waited
+        assert took == pytest.approx((step_s + slower) * steps + waited)
+        previous = max(cost, 0.1 * took)
+        spent += previous
+        assert spent <= AUTO_SHARE * now * (1 + 1e-9) or not pace.allows(AUTO_SHARE * (1 - 1e-9), now)
+
+
+def test_the_first_save_of_auto_is_expected_to_stop_training_at_500_mb_per_s() -> None:
+    pace = Pace(35.0, 100.0)
+    assert not pace.allows(AUTO_SHARE, 1000.0)
+    assert pace.allows(AUTO_SHARE, 1065.1)
 
 
 @pytest.fixture
@@ -128,11 +165,11 @@ def test_what_is_due_while_another_is_saved_comes_after_it(
             saves.append(begin(*args, **more))
             return saves[-1]
 
-        def letting(self: Checkpoints, step: int) -> bool:
+        def letting(self: Checkpoints, step: int, step_s: float) -> bool:
             if step == 5:
                 opened.set()
                 saves[-1].wait()
-            return after(self, step)
+            return after(self, step, step_s)
 
         monkeypatch.setattr(checkpoints, "begin_save", beginning)
         monkeypatch.setattr(Checkpoints, "after", letting)
@@ -142,6 +179,24 @@ def test_what_is_due_while_another_is_saved_comes_after_it(
     assert latest(tmp_path) == "step-6"
     assert metrics(tmp_path) == metrics(whole)
     assert same(model(tmp_path / "runs/one/model"), model(whole / "runs/one/model"))
+
+
+def test_auto_saves_and_gives_up_what_the_end_of_the_run_would_wait_for(
+    tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    due = Pace.allows
+    monkeypatch.setattr(Pace, "allows", lambda self, share, now_s: due(self, 1e9, now_s))
+    close = PortableSave.close
+    with held(monkeypatch) as opened:
+
+        def closing(self: PortableSave) -> None:
+            opened.set()
+            close(self)
+
+        monkeypatch.setattr(PortableSave, "close", closing)
+        train(recipe(tmp_path, "checkpoint.every=auto"))
+    assert saved(tmp_path) == set()
+    assert metrics(tmp_path) == metrics(whole)
 
 
 @pytest.mark.parametrize(
@@ -243,14 +298,14 @@ def test_time_decides_by_a_clock_that_never_jumps(tmp_path: Path, monkeypatch: p
     steps = []
     for step in range(1, 60):
         now[0] += 60
-        if due.after(step):
+        if due.after(step, 60.0):
             steps.append(step)
     assert steps == [10, 20, 30, 40, 50]
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {
         "step-30", "step-40", "step-50", "latest",
     }  # fmt: skip
-    assert due.after(100)  # the last step
-    assert not due.after(100)  # it is there
+    assert due.after(100, 60.0)  # the last step
+    assert not due.after(100, 60.0)  # it is there
 
 
 @pytest.mark.usefixtures("at_once")

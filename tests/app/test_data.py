@@ -71,6 +71,13 @@ def test_documents_without_a_target_are_counted(folder: Path) -> None:
     assert "2 skipped, since none of their tokens counts in the loss" in said
 
 
+def test_of_data_that_is_streamed_a_part_of_each_source_is_shown(folder: Path) -> None:
+    said = shown("data.streaming=true", "data.eval_fraction=0", "data.shuffle_buffer=2KiB")
+    assert "example 2 of b.jsonl" in said
+    assert "of files, tokenized while training goes on, in windows of 2 KiB (data.shuffle_buffer)" in said
+    assert "an epoch is about " in said
+
+
 def test_a_model_directory_gives_its_tokenizer_and_no_weight_is_read(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -467,6 +467,19 @@ def test_a_killed_run_goes_on_bitwise_on_two_ranks(
     assert list((tmp_path / "nvme").iterdir()) == []
 
 
+@pytest.mark.slow
+def test_a_killed_run_whose_tokens_are_made_while_it_trains_goes_on_bitwise(tmp_path: Path) -> None:
+    """Its steps are of two windows, and it is killed in the second."""
+    settings, kill = "data: {streaming: true, shuffle_buffer: 1KiB}", lambda ranks: [*map(ranks.kill, (0, 1))]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert [end.result for end in run(whole, 2, settings=settings)] == [0, 0]
+    ends = run(parts, 2, slow_step=4, kill=kill, settings=settings)
+    assert [end.exit_code for end in ends] == [-signal.SIGKILL] * 2
+    assert [end.result for end in run(parts, 2, settings=settings)] == [0, 0]
+    assert metrics(parts) == metrics(whole)
+    assert same(model(parts / "runs/one/model"), model(whole / "runs/one/model"))
+
+
 @pytest.mark.parametrize(
     ("number", "code"),
     [

@@ -26,7 +26,7 @@ TOKENS = token_stream(np.arange(10 * 4 + 1, dtype=np.uint16), 4)
 
 def loaders(world_size: int, batch_size: int = 1, **how: bool | int) -> list[Loader]:
     return [
-        Loader(
+        Loader.of(
             [TOKENS], BatchShape(seq_len=4, batch_size=batch_size, rank=rank, world_size=world_size), **how
         )
         for rank in range(world_size)
@@ -253,13 +253,13 @@ def test_a_mixture_of_streams_keeps_sources_apart(tmp_path: Path) -> None:
 def test_ranks_of_a_group_have_equal_parts_of_the_same_sequences() -> None:
     groups = [
         [
-            Loader([TOKENS], BatchShape(seq_len=4, batch_size=2, rank=rank, world_size=4, parts=2))
+            Loader.of([TOKENS], BatchShape(seq_len=4, batch_size=2, rank=rank, world_size=4, parts=2))
             for rank in pair
         ]
         for pair in ((0, 1), (2, 3))
     ]
     wholes = [
-        Loader([TOKENS], BatchShape(seq_len=4, batch_size=2, rank=rank, world_size=2)) for rank in range(2)
+        Loader.of([TOKENS], BatchShape(seq_len=4, batch_size=2, rank=rank, world_size=2)) for rank in range(2)
     ]
     for group, whole in zip(groups, wholes, strict=True):
         parts, batch = [next(each) for each in group], next(whole)
@@ -269,25 +269,3 @@ def test_ranks_of_a_group_have_equal_parts_of_the_same_sequences() -> None:
         assert {part.target_count for part in parts} == {batch.target_count}
     with pytest.raises(SettingError, match=r"a multiple of train\.sequence_ranks=3, such as 3"):
         BatchShape(seq_len=4, batch_size=1, parts=3)
-
-
-@pytest.mark.parametrize("packing", [True, False])
-def test_batches_of_a_mixture_are_whole_on_every_rank(tmp_path: Path, packing: bool) -> None:
-    """Also where one part has several documents in a sequence, or padding, and the other has not."""
-    for name, text, count in (("a", "a" * 8, 80), ("c", "c" * 60, 40)):
-        (tmp_path / f"{name}.jsonl").write_text((json.dumps({"text": text}) + "\n") * count)
-    config = DataConfig(
-        files=(str(tmp_path / "a.jsonl"), str(tmp_path / "c.jsonl")), weights=(1.0, 2.0), packing=packing,
-        cache=str(tmp_path / "cache"), eval_fraction=0.0,
-    )  # fmt: skip
-
-    def opened(rank: int, ranks: int, size: int) -> Loader:
-        shape = BatchShape(seq_len=20, batch_size=size, rank=rank, world_size=ranks)
-        return open_data(config, shape, vocab_size=256).train
-
-    whole, each = opened(0, 1, 2), [opened(rank, 2, 1) for rank in range(2)]
-    for _ in range(8):
-        batch, parts = next(whole), [next(loader) for loader in each]
-        assert torch.equal(batch.tokens, torch.cat([part.tokens for part in parts]))
-        for part in (batch, *parts):
-            assert all(of is None or of.shape == part.tokens.shape for of in part[2:4])

@@ -360,7 +360,8 @@ def test_there_are_as_many_helpers_as_free_memory_holds(
     cache = TokenCache(folder=tmp_path, tokenizer=BytesTokenizer())
     for free, count in ((3 * helpers.HELPER_NBYTES, 1), (helpers.HELPER_NBYTES, 0)):
         monkeypatch.setattr(helpers, "free_host_nbytes", lambda: free)  # noqa: B023
-        started = helpers.Helpers(cache, [Source(tmp_path / "none.txt")], 2)
+        started = helpers.Helpers(cache, 2)
+        started.write([Source(tmp_path / "none.txt")])
         assert len(started.processes) == count
         started.end()
 
@@ -460,11 +461,3 @@ def test_a_long_tokenisation_logs_its_progress(tmp_path: Path, monkeypatch: pyte
         [*map(Source, files)], said.append
     )  # they are there
     assert said == []
-
-
-def test_an_entry_of_which_a_part_was_removed_is_made_again(tmp_path):
-    (tmp_path / "a.txt").write_text("a text")
-    cache = TokenCache(folder=tmp_path / "cache", tokenizer=BytesTokenizer())
-    first = bytes(cache.open([Source(tmp_path / "a.txt")]).values)
-    (cache.entry([Source(tmp_path / "a.txt")]) / "about.json").unlink()
-    assert bytes(cache.open([Source(tmp_path / "a.txt")]).values) == first

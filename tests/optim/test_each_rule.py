@@ -21,6 +21,7 @@ from infinity.optim.rule import RULES, Rule
 from infinity.optim.rules import HostRule, find_rule
 from infinity.optim.state import (
     BLOCK_NUMEL,
+    KAHAN,
     STOCHASTIC,
     Quantized,
     master_of,
@@ -113,19 +114,27 @@ def hashed(master: Tensor, step: int) -> Tensor:
 
 
 @pytest.mark.parametrize("case", ["adamw8bit", "lion", "momentum"])
-def test_stochastic_masters_have_the_bits_of_the_plain_reference(case):
+@pytest.mark.parametrize(
+    ("master", "dtype"), [(KAHAN, torch.bfloat16), (KAHAN, torch.float16), (STOCHASTIC, torch.bfloat16)]
+)
+def test_every_form_of_a_master_gives_the_bits_of_the_plain_reference(case, master, dtype):
     name, group, plain, _ = CASES[case]
-    rule, dtype = RULES[name].with_master(STOCHASTIC), torch.bfloat16
+    rule = RULES[name].with_master(master)
     weight = gradient(0, torch.float32).to(dtype)
+    lost = (gradient(0, torch.float32) - weight.float()).to(dtype)
     moments = [torch.zeros(NUMEL), torch.zeros(NUMEL)]
     for step in range(1, STEPS + 1):
-        p = weight.float()
+        p = weight.float() + lost.float() if master == KAHAN else weight.float()
         plain(p, *moments, gradient(step, dtype).float() * torch.tensor(0.7), step, group)
-        weight = hashed(p, step)
+        for _ in range(2):  # the sum of the two is split again: it may be half a step from the weight
+            weight = p.to(dtype) if master == KAHAN else hashed(p, step)
+            lost = (p - weight.float()).to(dtype)
+            p = weight.float() + lost.float() if master == KAHAN else p
+    p = weight.float() + lost.float() if master == KAHAN else weight.float()
     assert rule.loop(dtype) is not None
     for by_torch in (False, True):
         got = trained(rule, group, dtype, by_torch=by_torch)
-        wanted = [weight, weight.float(), *moments[: len(rule.moments)]]
+        wanted = [weight, p, *moments[: len(rule.moments)]]
         assert all(torch.equal(one, two) for one, two in zip(got, wanted, strict=True))
 
 
@@ -143,10 +152,10 @@ def test_stochastic_rounding_is_right_on_average_and_keeps_what_has_no_rounding(
 
 def test_a_master_that_cannot_be_is_an_error():
     with pytest.raises(SettingError, match=r"optim\.master.* wanted exact for weights of torch\.float32"):
-        RULES["lion"].with_master(STOCHASTIC).layout(torch.float32)
-    with pytest.raises(SettingError, match=r"wanted exact for weights of torch\.float16"):
+        RULES["lion"].with_master(KAHAN).layout(torch.float32)
+    with pytest.raises(SettingError, match=r"wanted exact or kahan for weights of torch\.float16"):
         RULES["muon"].with_master(STOCHASTIC).layout(torch.float16)
-    with pytest.raises(SettingError, match=r"optim\.master: got .*; wanted exact beside an average"):
+    with pytest.raises(SettingError, match=r"optim\.master: got .*; wanted exact or kahan beside an average"):
         RULES["adamw"].averaged.with_master(STOCHASTIC)
 
 
@@ -286,10 +295,10 @@ PLAIN = ["adamw", "adam", "adamw8bit", "adamw4bit", "lion", "schedulefree", "sgd
 @pytest.mark.parametrize(
     ("name", "dtype"),
     few(
-        [("adamw8bit", torch.bfloat16), ("adamw+bf16-stochastic", torch.bfloat16)],
+        [("adamw8bit", torch.bfloat16), ("schedulefree", torch.float32), ("adamw8bit+kahan", torch.bfloat16)],
         [
             *itertools.product(PLAIN, [torch.bfloat16, torch.float32]),
-            ("adamw+bf16-stochastic", torch.bfloat16),
+            ("adamw8bit+kahan", torch.bfloat16), ("adamw+bf16-stochastic", torch.bfloat16),
         ],
     ),
 )  # fmt: skip

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from infinity.optim.elementwise import ADAMW
-from infinity.optim.state import master_of, store_master
+from infinity.optim.state import KAHAN, master_of, store_master
 from tests.helpers.cases import examples
 
 EDGES = [
@@ -87,3 +87,23 @@ def test_a_stored_master_is_read_back(dtype):
     store_master(layout, master, weight, state)
     assert same(master_of(layout, weight, state), master)
     assert torch.allclose(weight.float(), master, rtol=2**-8)
+
+
+@examples(100)
+@given(
+    st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=64),
+    st.sampled_from([torch.bfloat16, torch.float16]),
+)
+def test_what_rounding_took_is_found_again_from_the_sum_of_both(bits, dtype):
+    master, layout = floats([*bits, *EDGES]), ADAMW.with_master(KAHAN).layout(dtype)
+    first, again = (
+        (torch.empty(len(master), dtype=dtype), torch.empty(len(master), dtype=dtype)) for _ in range(2)
+    )
+    store_master(layout, master, first[0], first[1:])
+    total = master_of(layout, first[0], first[1:])
+    store_master(layout, total, again[0], again[1:])
+    for one, two in zip(first, again, strict=True):  # but for the sign of zero
+        assert torch.equal(one.float().nan_to_num(nan=7.0), two.float().nan_to_num(nan=7.0))
+    assert torch.equal(first[0].isnan(), master.isnan())
+    assert torch.equal(total.isinf(), first[0].isinf())  # no NaN beyond the range
+    assert bool(total[master.to(dtype).isinf()].isinf().all())

@@ -91,6 +91,7 @@ SAYS: dict[str, dict[str, Any]] = {
         "train.epochs": 3.0, "data.files": ("data/chats.json", "mine"),
         "data.fields": {"conversations": "turns"},
         "data.weights": (0.7, 0.3), "optim.betas": (0.9, 0.999), "optim.schedule": "cosine",
+        "data.streaming": True,
     },
     "training_args.json": {
         "train.steps": 200, "train.epochs": None, "optim.betas": (0.9, 0.95), "optim.warmup_ratio": 0.03,
@@ -105,8 +106,8 @@ NOT_IN_IT = {
     "axolotl.yml": ["quantization", "flash_attention",
                     "datasets.*.split", "datasets.*.shards", "datasets.*.ds_type", "test_datasets.*.split",
                     "data.files=teknium/GPT4-LLM-Cleaned", "data.files=my.jsonl"],
-    "llamafactory.yaml": ["template", "max_samples", "report_to", "streaming", "buffer_size",
-                          "data.files=mine", "dataset.*.num_samples"],
+    "llamafactory.yaml": ["template", "max_samples", "report_to", "buffer_size", "data.files=mine",
+                          "dataset.*.num_samples"],
     "training_args.json": ["optim", "deepspeed"],
 }  # fmt: skip
 
@@ -218,7 +219,7 @@ def test_values_that_a_recipe_refuses_are_left_out_and_named(folder: Path) -> No
     assert why(found, "optim.lr") == "got -1; wanted float, 0 to 1,000,000"
     assert "got 'polynomial'; wanted constant | cosine | linear" in why(found, "optim.schedule")
     assert "got 'small'; wanted float" in why(found, "optim.eps")
-    assert "got '0.1 steps'; wanted such as" in why(found, "checkpoint.every")
+    assert "got '0.1 steps'; wanted auto, or such as" in why(found, "checkpoint.every")
     assert "got {'a': 1}; wanted int" in why(found, "optim.warmup_steps")
     wrong = translated(AXOLOTL | {"datasets": [{"path": 3}, 4]})
     assert "got 3, which is no value that is known here" in why(wrong, "datasets.*.path")
