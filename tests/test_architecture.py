@@ -281,24 +281,24 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 
 #: The most lines of each room. A number rises only in a commit whose body says what left instead.
 ROOM_BUDGETS = {
-    "": 656,
+    "": 667,
     "activations": 2926,
-    "api": 4194,
-    "app": 2636,
+    "api": 4270,
+    "app": 2841,
     "checkpoint": 4154,
     "comm": 1791,
     "core": 2254,
-    "data": 2441,
+    "data": 2725,
     "device": 1219,
     "engine": 4886,
     "integrations": 785,
     "nvme": 1207,
     "observe": 995,
-    "optim": 2729,
+    "optim": 2934,
     "partition": 2790,
     "planner": 2415,
     "predict": 4986,
-    "recipes": 1603,
+    "recipes": 1606,
     "shards": 5181,
 }
 
