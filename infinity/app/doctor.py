@@ -32,6 +32,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 import infinity
 from infinity.checkpoint.model import read_config
 from infinity.comm.ranks import Ranks, choose_device, own_address
+from infinity.comm.shared import NodeMemory
 from infinity.core.errors import InfinityError, first_line, listed, quiet_libraries
 from infinity.core.files import shared_directory
 from infinity.core.nbytes import format_nbytes
@@ -125,6 +126,7 @@ class Examination:
             "name": f"{device}, {accelerator.name_of(device)}", "memory_nbytes": total, "free_nbytes": free,
             "NUMA_node": None if node < 0 else node, "upload_bytes_per_s": upload,
             "download_bytes_per_s": download, "id": accelerator.hardware_id(device),
+            "reaches_others": "yes" if accelerator.reaches_others(device) else "no",
         }  # fmt: skip
 
     def _threads(self) -> dict[str, Any]:
@@ -147,7 +149,10 @@ class Examination:
         free, total = machine.free_host_nbytes(), machine.total_host_nbytes()
         self.found.notes += [line for line in [machine.missing_huge_pages()] if line]
         check_memory(self.recipe.memory, Ranks(self.launch.rank, self.launch.world_size, self.device))
-        return {"host_nbytes": total, "free_for_a_rank_nbytes": free, "shared_memory_nbytes": shm}
+        return {
+            "host_nbytes": total, "free_for_a_rank_nbytes": free, "shared_memory_nbytes": shm,
+            "shared_by_ranks": "yes" if NodeMemory.works() else "no",
+        }  # fmt: skip
 
     def _limits(self) -> dict[str, Any]:
         least, files = _FILES + 4 * self.launch.world_size, resource.getrlimit(resource.RLIMIT_NOFILE)[0]

@@ -43,6 +43,13 @@ _WORD_NBYTES = 16
 _PAUSE_S = 5e-4
 
 
+def _new_file(word: bytes) -> int:
+    file = os.memfd_create("infinity")
+    os.ftruncate(file, _ADDRESSES * rounded(total_host_nbytes()))
+    os.pwrite(file, word, 0)
+    return file
+
+
 class NodeMemory:
     """Memory of a node's ranks, each of which takes the same places in the same order; no file: to plan."""
 
@@ -73,9 +80,7 @@ class NodeMemory:
         rank, file, word, made = collectives.rank, -1, secrets.token_bytes(_WORD_NBYTES), None
         with suppress(OSError, AttributeError):  # a system without such files
             if rank == 0:
-                file = os.memfd_create("infinity")
-                os.ftruncate(file, _ADDRESSES * rounded(total_host_nbytes()))
-                os.pwrite(file, word, 0)
+                file = _new_file(word)
         process, number, word = collectives.share((os.getpid(), file, word), "shared memory")
         with suppress(OSError):  # other containers, whose processes cannot be seen, or too few addresses
             if rank > 0 and number >= 0:
@@ -87,6 +92,13 @@ class NodeMemory:
         if file >= 0:
             os.close(file)
         return None
+
+    @staticmethod
+    def works() -> bool:
+        """Return whether processes here have such files; those of other containers may not open them."""
+        with suppress(OSError, AttributeError), open(_new_file(b""), "rb") as file:
+            return os.access(f"/proc/{os.getpid()}/fd/{file.fileno()}", os.W_OK)
+        return False
 
     def slice(self, nbytes: int) -> "SharedSlice":
         """Return this rank's slice, of ``nbytes``, of the next place; zeros."""

@@ -36,6 +36,7 @@ def test_a_machine_that_can_train_is_described_and_measured(
     assert drive["O_DIRECT"] in ("yes", "no")
     assert rank["facts"]["software"]["infinity"] == infinity.__version__
     assert rank["facts"]["memory"]["host_nbytes"] >= rank["facts"]["memory"]["free_for_a_rank_nbytes"] > 0
+    assert rank["facts"]["memory"]["shared_by_ranks"] == "yes"  # on Linux
     assert rank["facts"]["inputs"] == {"model": "a new one", "data_files": 1}
     assert {"cores", "threads"} <= rank["facts"]["threads"].keys()
     assert "open_files" in rank["facts"]["limits"]
