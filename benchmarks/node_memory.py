@@ -6,13 +6,19 @@ take turns; a step is the slowest rank's, and cores are those of all ranks toget
 proportional set sizes (PSS) of all ranks, beyond that before the model was made.
 
     python benchmarks/node_memory.py [--quick] [--json FILE] [--ranks 2,4] [--rounds 3] [--steps 5]
+    python benchmarks/node_memory.py --plans [--quick]
+
+The second form predicts the same beside accelerators: on cards that do not reach each other's memory each
+rank uploads whole units, or uploads its part and gathers the others by host memory.
 """
 
 import json
 import os
 import statistics
 import sys
+import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +32,9 @@ from report import Claim, print_claims, print_table
 from torch import nn
 
 import infinity
+from infinity.predict.dry_run import DryRun, dry_run
+from infinity.predict.machines import load_machine
+from infinity.recipes.loading import load_recipe
 
 WAYS = ("shared", "gathered", "FSDP2", "DDP")
 RANK, TARGETS = 16, ["up", "down"]
@@ -158,6 +167,59 @@ def report(given: Any) -> list[Claim]:
     return claims
 
 
+#: What is planned on several cards: a name, sizes of the model, and what its recipe says.
+PLANS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
+    ("Llama-3 8B, full", {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256,
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "rope_theta": 500000.0, "max_position_embeddings": 8192,
+    }, ()),
+    ("Qwen3-32B, LoRA", {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936,
+        "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960,
+    }, (f"lora.rank={RANK}", "lora.target_modules=all-linear")),
+)  # fmt: skip
+_COMMON = (
+    "model.seq_len=2048", "memory.activations=recompute", "optim.max_grad_norm=null", "train.dtype=bf16",
+)  # fmt: skip
+
+
+def plans(cards: Sequence[int], batches: Sequence[tuple[int, int]]) -> None:
+    """Print what the clock says of RTX 4090 in a server with 800 GB.
+
+    ``batches`` are sequences in a micro-batch, and micro-batches.
+    """
+    rows = []
+    for name, config, overrides in PLANS:
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(json.dumps(config))
+            for number in cards:
+                on = load_machine(
+                    "server-4090-800g", [f"devices.per_node={number}", "links.node_host_bytes_per_s=180e9"]
+                )
+                like: DryRun | None = None
+                for size, micro_batches in batches:
+                    runs = []
+                    for shared in ("always", "never"):
+                        more = [
+                            f"train.batch_size={size}", f"train.accumulate={micro_batches}",
+                            f"memory.shared={shared}", f"memory.host={600 // number}GB",
+                        ]  # fmt: skip
+                        recipe = load_recipe(None, [f"model.path={folder}", *_COMMON, *overrides, *more])
+                        runs.append(like := dry_run(recipe, on, number, like))
+                    lacks = "; ".join(runs[0].missing()) or "fits"
+                    one, other = runs
+                    rows.append([
+                        name, f"{number}", f"{one.tokens:,}", f"{other.tokens_per_s:,.0f}",
+                        f"{one.tokens_per_s:,.0f}", f"{one.tokens_per_s / other.tokens_per_s:.2f}x",
+                        f"{one.cost.bottleneck}", lacks,
+                    ])  # fmt: skip
+                    say(" ".join(rows[-1]))
+    columns = ["model", "cards", "tokens a step", "gathered", "shared", "ratio", "bound by", "memory"]
+    print_table(columns, rows)
+
+
 def main(argv: list[str] | None = None) -> None:
     options = Options(__doc__, "two ranks, small blocks, one round", rounds=3, dtype=False)
     options.add_argument("--ranks", default="2,4", help="numbers of ranks")
@@ -165,8 +227,12 @@ def main(argv: list[str] | None = None) -> None:
     options.add_argument("--blocks", type=int, default=8)
     options.add_argument("--tokens", type=int, default=256, help="of each rank in a step")
     options.add_argument("--steps", type=int, default=5)
+    options.add_argument("--plans", action="store_true", help="predict steps on cards without peers")
     given = options.parse(argv, ranks="2", width=128, blocks=3, tokens=16, steps=1, rounds=1)
-    print_claims(report(given), given.json and Path(given.json))
+    if given.plans:
+        plans(*((2,), ((1, 1),)) if given.quick else ((2, 8), ((1, 1), (2, 1), (2, 4))))
+    else:
+        print_claims(report(given), given.json and Path(given.json))
 
 
 if __name__ == "__main__":
