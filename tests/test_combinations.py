@@ -263,8 +263,12 @@ def test_two_features_combine_or_are_refused(one: str, other: str, place: Path) 
     assert len({*found}) == STEPS  # it trains
     for option, rest in ((one, other), (other, one)):
         if ROWS[option].same_losses:
-            half = "train.dtype" in ROWS[rest].names and (option in IN_ANOTHER_ORDER or KAHAN in (one, other))
-            assert found == pytest.approx(losses(place, rest), rel=1e-3 if half else 1e-5), option
+            reordered = option in IN_ANOTHER_ORDER
+            half = "train.dtype" in ROWS[rest].names and (reordered or KAHAN in (one, other))
+            # Muon makes an update as large whatever the size of a gradient, and of its rounding.
+            muon = "optim.name=muon" in ROWS[rest].keys and reordered
+            rel = 1e-3 if half else 1e-4 if muon else 1e-5
+            assert found == pytest.approx(losses(place, rest), rel=rel), option
 
 
 # --- the tables of the page -------------------------------------------------------------------------
