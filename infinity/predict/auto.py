@@ -236,7 +236,9 @@ def _followed(recipe: Recipe, ranks: int, device: torch.device) -> list[object]:
                 found = file.stat()
                 files.append([file.name, found.st_size, found.st_mtime_ns])
     adapters = [asdict(task.lora) for task in recipe.tasks.values()]
-    more = recipe.clips, recipe.packing, adapters, LEAST_GAIN, ranks
+    optim = recipe.optim  # its states and their bytes, not its rates
+    rule = optim.name, optim.master, optim.options, optim.groups, optim.ema
+    more = *rule, recipe.clips, recipe.packing, adapters, LEAST_GAIN, ranks
     versions = version("infinity-offload"), torch.__version__
     return [values, files, *more, *versions, *_identity(recipe, device)]
 

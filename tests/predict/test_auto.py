@@ -102,7 +102,7 @@ def test_a_micro_batch_of_a_mixture_has_the_activations_of_the_experts_that_a_to
 ) -> None:
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
     (tmp_path / "model.safetensors").write_bytes(bytes(8))
-    recipe, found = load_recipe(None, [f"model.path={tmp_path}", "lora.rank=2"]), []
+    recipe, found = load_recipe(None, [f"model.path={tmp_path}"]), []
     for more in (
         {"intermediate_size": 16 * 5},
         {
@@ -202,6 +202,12 @@ def test_a_damaged_cache_is_planned_over(slow_drives: list[int], tmp_path: Path)
     assert again.values == first.values
     assert "earlier" not in again.line
     assert slow_drives == [1, 1]
+
+
+@pytest.mark.parametrize("changed", ["optim.name=sgd", "optim.ema=0.9", "memory.host=9MiB"])
+def test_a_choice_for_other_states_is_another_one(changed: str) -> None:
+    assert auto._followed(given(changed), 1, CPU) != auto._followed(given(), 1, CPU)
+    assert auto._followed(given("optim.lr=1e-5"), 1, CPU) == auto._followed(given(), 1, CPU)
 
 
 def test_without_a_cache_each_run_plans(
