@@ -27,11 +27,10 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from infinity.core.config import SettingError
-from infinity.core.errors import BudgetError, RecipeError, StateError
+from infinity.core.errors import BudgetError, RecipeError
 from infinity.core.nbytes import parse_nbytes
 from infinity.planner.passing import share_of_free
-from infinity.predict.changes import LEAST_GAIN, Keys, whole, with_keys, written
+from infinity.predict.changes import LEAST_GAIN, Candidate, Keys, attempt, whole, with_keys, written
 from infinity.predict.dry_run import DEVICE_MEMORY, DRIVES, HOST_MEMORY, DryRun, dry_run, model_for
 from infinity.predict.machines import Machine
 from infinity.predict.model import ModelWithoutValues
@@ -113,15 +112,6 @@ def find_best(
     return _Search(recipe, machine, ranks, fixed, sequences, here, say).run(fixed_stay=fixed_stay)
 
 
-class _Tried(NamedTuple):
-    """Holds a candidate: its plan, or the error that there is none."""
-
-    keys: Keys
-    planned: DryRun | None
-    lacks: dict[str, int]  # bytes, by part of the machine; 0: not known
-    error: str = ""
-
-
 class _Search:
     """Tries candidates; see the module's notes."""
 
@@ -140,7 +130,7 @@ class _Search:
                 f"train.batch_size and train.accumulate are {_MOST} at most"
             )
         self._models: dict[str, ModelWithoutValues] = {}  # by size of tiles
-        self._tried: dict[str, _Tried] = {}
+        self._tried: dict[str, Candidate] = {}
         self._fitting: list[DryRun] = []  # played ones
         if not self._splits():
             given = " and ".join(f"{key}={recipe.value(key)}" for key in sorted(SPLIT & fixed))
@@ -166,8 +156,6 @@ class _Search:
         effects = () if fixed_stay else tuple(self._effects(self._changes(found.recipe), found))
         before = None if as_written.lacks else as_written.planned
         return Best(found, _said(as_written, found.tokens), effects, tried + len(self._tried), before)
-
-    # --- candidates ---------------------------------------------------------------------------------
 
     def _splits(self) -> list[tuple[int, int]]:
         """Return sequences of a micro-batch with the number of micro-batches, the smallest first."""
@@ -219,13 +207,13 @@ class _Search:
             ]
         return None
 
-    def _try_splits(self, keys: Keys) -> _Tried | None:
+    def _try_splits(self, keys: Keys) -> Candidate | None:
         """Try as many sequences in a micro-batch as fit; if none do, return what is nearest to it."""
         splits = self._splits()
         if keys["train.schedule"] == "layer":  # of one micro-batch it is the ordinary one
             splits = [(size, count) for size, count in splits if count * len(self.recipe.tasks) > 1]
 
-        def offer(index: int) -> _Tried:
+        def offer(index: int) -> Candidate:
             size, count = splits[index]
             return self._offer({**keys, "train.batch_size": size, "train.accumulate": count})
 
@@ -238,7 +226,7 @@ class _Search:
             low, high = (low, middle - 1) if offer(middle).lacks else (middle, high)
         return None
 
-    def _offer(self, keys: Keys) -> _Tried:
+    def _offer(self, keys: Keys) -> Candidate:
         """Try a candidate, with what makes room for it; one that fits, and may be the best, is played."""
         tried = self._with_room(keys, self._try)
         planned = tried.planned
@@ -253,14 +241,14 @@ class _Search:
         """Return a step's time to sort by: what was written stays, unless another gains ``LEAST_GAIN``."""
         return planned.cost.step_s * (1 if self._changes(planned.recipe) else 1 - LEAST_GAIN)
 
-    def _with_room(self, keys: Keys, attempt: Callable[[Keys], _Tried]) -> _Tried:
-        """Return what ``attempt`` returns, with smaller groups of micro-batches if memory is short."""
-        tried = self._with_budget(keys, attempt)
+    def _with_room(self, keys: Keys, plan: Callable[[Keys], Candidate]) -> Candidate:
+        """Return what ``plan`` returns, with smaller groups of micro-batches if memory is short."""
+        tried = self._with_budget(keys, plan)
         while group := self._smaller_group(tried):
-            tried = self._with_budget({**keys, "train.group": group}, attempt)
+            tried = self._with_budget({**keys, "train.group": group}, plan)
         return tried
 
-    def _smaller_group(self, tried: _Tried) -> int | None:
+    def _smaller_group(self, tried: Candidate) -> int | None:
         planned, short = tried.planned, self._short(tried)
         if planned is None or short not in tried.lacks or planned.group == 1 or "train.group" in self.fixed:
             return None
@@ -271,12 +259,12 @@ class _Search:
         most = max(1, min(planned.group // 2, int(planned.group * share)))
         return -(-count // -(-count // most))  # as many in each
 
-    def _short(self, tried: _Tried) -> str:
+    def _short(self, tried: Candidate) -> str:
         return HOST_MEMORY if not self.machine.on_accelerator and tried.planned else DEVICE_MEMORY
 
-    def _with_budget(self, keys: Keys, attempt: Callable[[Keys], _Tried]) -> _Tried:
-        """Return what ``attempt`` returns, with another budget for units if memory is short."""
-        tried = attempt(keys)
+    def _with_budget(self, keys: Keys, plan: Callable[[Keys], Candidate]) -> Candidate:
+        """Return what ``plan`` returns, with another budget for units if memory is short."""
+        tried = plan(keys)
         for _ in range(_BUDGETS):
             left = self._left_for_units(tried)
             if (
@@ -286,14 +274,14 @@ class _Search:
             ):
                 break
             keys = {**keys, "memory.device": left}
-            tried = attempt(keys)
+            tried = plan(keys)
         return tried
 
     @property
     def _best_s(self) -> float:
         return self._fitting[0].cost.step_s if self._fitting else float("inf")
 
-    def _try(self, keys: Keys) -> _Tried:
+    def _try(self, keys: Keys) -> Candidate:
         changed = {key: value for key, value in keys.items() if value != self.recipe.value(key)}
         keeps = changed.get("memory.activations") == "keep" and self.recipe.memory.activations == "auto"
         if keeps and keys.get("memory.device", self.recipe.memory.device) is None:
@@ -301,7 +289,7 @@ class _Search:
         name = written(dict(sorted(changed.items())))
         if name not in self._tried:
             self.say(f"trying {name or 'the recipe as written'}")
-            self._tried[name] = _attempt(changed, partial(self._estimate, changed))
+            self._tried[name] = attempt(changed, partial(self._estimate, changed))
         return self._tried[name]
 
     def _estimate(self, keys: Keys) -> DryRun:
@@ -319,7 +307,7 @@ class _Search:
             self._models[tile] = model_for(built, self.machine, self.ranks, like, here=self.here)
         return self._models[tile]
 
-    def _left_for_units(self, tried: _Tried) -> int | None:
+    def _left_for_units(self, tried: Candidate) -> int | None:
         """Return the device memory that activations leave to units; None: there is none, or they are planned.
 
         Where a budget was too small for units, what they take is not known yet: they get most of the device.
@@ -372,14 +360,14 @@ class _Search:
             best = self._fitting[0]
             keys = self._changes(best.recipe)
         if "memory.device" in free and best.policy != "plan":
-            left = self._left_for_units(_Tried(keys, best, {}))
+            left = self._left_for_units(Candidate(keys, best, {}))
             if left is not None and left > best.division.total:
                 policy = best.recipe.memory.activations if best.layered else best.policy
                 self._offer({**keys, "memory.activations": policy, "memory.device": left})
         if "memory.updates" in free and best.division.on_device:
             self._offer({**keys, "memory.updates": "host"})
 
-    def _smaller(self, nearest: _Tried, more: Keys) -> Keys:
+    def _smaller(self, nearest: Candidate, more: Keys) -> Keys:
         """Return another change, beside ``more``, with which an order may fit; none: there is none.
 
         If something fits, an order is mended only as long as it may be faster.
@@ -399,8 +387,6 @@ class _Search:
         new = (keys for keys in possible if keys.items() - more.items() and not keys.keys() & self.fixed)
         return next(new, {})
 
-    # --- what was found -----------------------------------------------------------------------------
-
     def _verified(self) -> DryRun | None:
         """Return the plan of the fastest candidate that fits by a record of its own; None: none does."""
         while True:
@@ -418,9 +404,9 @@ class _Search:
                 return tried.planned
             self._tried[name] = tried
 
-    def _by_own_record(self, estimate: DryRun, keys: Keys) -> _Tried:
+    def _by_own_record(self, estimate: DryRun, keys: Keys) -> Candidate:
         recipe, _ = with_keys(self.recipe, self.machine, keys)
-        return _attempt(keys, partial(dry_run, recipe, self.machine, None, estimate, here=self.here))
+        return attempt(keys, partial(dry_run, recipe, self.machine, None, estimate, here=self.here))
 
     def _changes(self, recipe: Recipe) -> dict[str, int | str | None]:
         """Return what differs in ``recipe`` from what was written."""
@@ -461,7 +447,7 @@ class _Search:
         )
 
 
-def _distance(tried: _Tried) -> tuple[bool, int, int]:
+def _distance(tried: Candidate) -> tuple[bool, int, int]:
     """Return how far a candidate is from fitting: the number of parts that it lacks, and of how much."""
     return tried.planned is None, len(tried.lacks), sum(tried.lacks.values())
 
@@ -475,19 +461,7 @@ def _drives(planned: DryRun) -> int:
     return -(-planned.disk_nbytes() // planned.machine.drives.memory)
 
 
-def _attempt(keys: Keys, plan: Callable[[], DryRun]) -> _Tried:
-    """Return what ``plan`` returns, or the error that there is none."""
-    try:
-        planned = plan()
-    except BudgetError as error:
-        lacks = HOST_MEMORY if error.part == "memory.host" else DEVICE_MEMORY
-        return _Tried(keys, None, {lacks: 0}, str(error))
-    except (StateError, SettingError) as error:  # no blocks for a layer schedule, no drives to store on
-        return _Tried(keys, None, {"": 0}, str(error))
-    return _Tried(keys, planned, planned.lacks())
-
-
-def _said(tried: _Tried, tokens: int, than: float | None = None) -> str:
+def _said(tried: Candidate, tokens: int, than: float | None = None) -> str:
     """Return the tokens per second of a candidate, also as a share beyond ``than``; or why it does not fit.
 
     A step of another number of tokens than ``tokens`` is said.

@@ -1,6 +1,7 @@
 """Finds single changes of a recipe, or of its machine, that make a plan faster or make it fit."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import NamedTuple
 
 from infinity.core.config import SettingError
@@ -16,28 +17,56 @@ LEAST_GAIN = 0.01
 Keys = Mapping[str, int | str | None]
 
 
+class Candidate(NamedTuple):
+    """Pairs changed keys of a recipe or a machine with their plan, or the error that there is none."""
+
+    keys: Keys
+    planned: DryRun | None
+    lacks: Mapping[str, int]  # bytes, by part of the machine; 0: not known
+    error: str = ""
+
+
 class Change(NamedTuple):
-    """Pairs a change of keys of a recipe or a machine, in words, with the plan that has it."""
+    """Pairs a change, in words, with the plan that has it."""
 
     what: str
     planned: DryRun
+
+
+def attempt(keys: Keys, plan: Callable[[], DryRun]) -> Candidate:
+    """Return ``keys`` with what ``plan`` returns, or with the error that there is none."""
+    try:
+        planned = plan()
+    except BudgetError as error:
+        lacks = HOST_MEMORY if error.part == "memory.host" else DEVICE_MEMORY
+        return Candidate(keys, None, {lacks: 0}, str(error))
+    except (StateError, SettingError) as error:  # no blocks for a layer schedule, no drives to store on
+        return Candidate(keys, None, {"": 0}, str(error))
+    return Candidate(keys, planned, planned.lacks())
 
 
 def gain(run: DryRun, planned: DryRun) -> str:
     return f"{run.tokens_per_s / planned.tokens_per_s - 1:+.0%}"
 
 
+def ranked(
+    planned: DryRun, rows: Iterable[tuple[str, Keys]], fits: Callable[[DryRun], bool], least: float = 0.0
+) -> list[Change]:
+    """Return the changes whose plan fits and has more than ``least`` tokens per second, the fastest first."""
+    found = []
+    for what, keys in rows:
+        run = attempt(keys, partial(_changed, planned, keys)).planned
+        # What a bound rules out is not played.
+        if run is not None and fits(run) and run.tokens / run.least_s() > least and run.tokens_per_s > least:
+            found.append(Change(what, run))
+    return sorted(found, key=lambda change: -change.planned.tokens_per_s)
+
+
 def changes(planned: DryRun) -> list[Change]:
     """Return changes that make the plan better, the best first."""
-    found = []
-    for what, keys in _faster(planned):
-        run = changed(planned, keys)
-        if run is None or run.over_nbytes() > max(0, planned.over_nbytes()):
-            continue
-        least = (1 + LEAST_GAIN) * planned.tokens_per_s
-        if run.tokens / run.least_s() > least and run.tokens_per_s > least:  # else it is not played
-            found.append(Change(f"{what} ({written(keys)})", run))
-    return sorted(found, key=lambda change: -change.planned.tokens_per_s)
+    rows = ((f"{what} ({written(keys)})", keys) for what, keys in _faster(planned))
+    most, least = max(0, planned.over_nbytes()), (1 + LEAST_GAIN) * planned.tokens_per_s
+    return ranked(planned, rows, lambda run: run.over_nbytes() <= most, least)
 
 
 def ways_to_fit(planned: DryRun) -> list[Change]:
@@ -45,10 +74,8 @@ def ways_to_fit(planned: DryRun) -> list[Change]:
     single = list(_smaller(planned))
     together = {key: value for keys in single for key, value in keys.items()}
     for tried in (single, [together] if len(single) > 1 else []):
-        plans = [(written(keys), changed(planned, keys)) for keys in tried]
-        found = [Change(what, plan) for what, plan in plans if plan is not None and not any(plan.missing())]
-        if found:
-            return sorted(found, key=lambda change: -change.planned.tokens_per_s)
+        if found := ranked(planned, ((written(keys), keys) for keys in tried), lambda run: not run.lacks()):
+            return found
     return []
 
 
@@ -59,11 +86,8 @@ def with_keys(recipe: Recipe, machine: Machine, keys: Keys) -> tuple[Recipe, Mac
     return with_values(recipe, of_recipe), with_values(machine, of_machine)
 
 
-def changed(planned: DryRun, keys: Keys) -> DryRun | None:
-    try:
-        return planned.changed(*with_keys(planned.recipe, planned.machine, keys))
-    except (BudgetError, StateError, SettingError):  # no blocks for a layer schedule, a value out of bounds
-        return None
+def _changed(planned: DryRun, keys: Keys) -> DryRun:
+    return planned.changed(*with_keys(planned.recipe, planned.machine, keys))
 
 
 def written(keys: Keys) -> str:
