@@ -29,9 +29,9 @@ from infinity.engine.schedule import Blocks
 from infinity.partition.builder import CutSizes, UnitBuilder
 from infinity.partition.init_context import Construction
 from infinity.partition.unit import StoredForm, Unit, UnitIndex
-from infinity.predict.fakes import FakeTensors
 from infinity.predict.operators import OperatorTimes
-from infinity.predict.recording import Batch, Record, no_collection, play, record_step
+from infinity.predict.recording import Batch, Record, no_collection, play
+from infinity.predict.repeats import record
 from infinity.predict.step import StepTrace
 from infinity.predict.unwritten import form_of, unwritten
 from infinity.recipes.models import GPT
@@ -40,6 +40,24 @@ from infinity.recipes.recipe import Recipe
 from infinity.shards.base import BaseFiles
 
 _IN_TILES = "experts are computed in tiles: planned as if all were equally likely for each token"
+
+
+class _FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """Runs operators on tensors without values; torch's own knows grouped products of bf16 alone."""
+
+    def dispatch(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten._grouped_mm.default or args[0].dtype == torch.bfloat16:
+            return super().dispatch(func, types, args, kwargs or {})
+        return _grouped_product(*args, **(kwargs or {}))
+
+
+def _grouped_product(
+    a: Tensor, b: Tensor, offs: Tensor | None = None, bias: object = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    groups = [len(a)] if a.dim() == 3 else [] if offs is None else [len(offs)]
+    groups = groups if a.dim() == b.dim() else []  # else rows of one belong to matrices of the other
+    return a.new_empty(*groups, a.shape[-2], b.shape[-1], dtype=out_dtype or a.dtype)
 
 
 class _Traffic(TorchDispatchMode):
@@ -140,7 +158,7 @@ class ModelWithoutValues:
         self.notes: list[str] = []  # for people, about what is taken for granted
         self.key: tuple[object, CutSizes] = (), sizes  # what the model follows from, and its units
         self.ranks, self.dtype, self.times = ranks, dtype, times
-        self._mode, self._is_fake = FakeTensors(), False
+        self._mode, self._is_fake = _FakeTensors(allow_non_fake_inputs=False), False
         self.values = _NoValues(None if on_accelerator else self._mode)
         self._made: dict[object, Any] = {}  # records and their traces, by what they follow from
         masters: Any = SimpleNamespace(
@@ -204,7 +222,7 @@ class ModelWithoutValues:
         everything = plan.policy == "recompute" and not plan.recomputed
         key = batch, everything, plan.recomputed
         if key not in self._made:
-            self._made[key] = record_step(
+            self._made[key] = record(
                 self.module, self.units, self.leaves, DTYPES[self.dtype], batch,
                 lambda region: everything or region in plan.recomputed,
             )  # fmt: skip

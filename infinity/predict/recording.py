@@ -23,6 +23,7 @@ import itertools
 import math
 import random
 import sys
+import weakref
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -36,6 +37,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
@@ -69,6 +71,8 @@ _OWN = {Kind.WORKING, Kind.ACTIVATION, Kind.GRADIENT}
 _WHY = "the model cannot be planned: its step fails on tensors without values, on which it may depend"
 
 
+#: Units that are used as one, by module.
+Leaves = Mapping[nn.Module, tuple[Unit, ...]]
 #: A call of the runtime: operators before it, part, method, arguments.
 Command = tuple[int, str, str, tuple[Any, ...], dict[str, Any]]
 
@@ -108,7 +112,7 @@ class Record(Profiler):  # type: ignore[no-untyped-call]
         self, weights: Sequence[Tensor], dtype: torch.dtype, batch: Batch, recomputes: Callable[[int], bool]
     ) -> None:
         super().__init__(weights=weights)
-        self._dtype, self._touches = dtype, Touches()
+        self._dtype, self._touches, self.recorded = dtype, Touches(), self._recorded
         self.batch, self.recomputes = batch, recomputes
         #: Of each operator: flops, bytes, whether it computes in fp32, its call if that can be timed.
         self.rows: list[tuple[float, float, bool, Operation | None]] = []
@@ -119,7 +123,7 @@ class Record(Profiler):  # type: ignore[no-untyped-call]
         self.calls.append((len(self.rows), part, method, args, options))
 
     def storage_of(self, tensor: Tensor) -> int:
-        return self._recorded.storages.find(tensor, Kind.INPUT, "input")
+        return self.recorded.storages.find(tensor, Kind.INPUT, "input")
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -127,7 +131,7 @@ class Record(Profiler):  # type: ignore[no-untyped-call]
         if func is torch.ops.prim.device.default:  # asked several times for each operator
             return args[0].fake_device
         result, kwargs = super().__torch_dispatch__(func, types, args, kwargs), kwargs or {}
-        if len(self._recorded.calls) == len(self.rows):
+        if len(self.recorded.calls) == len(self.rows):
             return result
         tensors, given = [*tensors_in(result)], [*tensors_in((args, kwargs))]
         given_all = given
@@ -147,7 +151,7 @@ class Record(Profiler):  # type: ignore[no-untyped-call]
 
     def profile(self, seconds: list[float]) -> Profile:
         """Return the profile of a step whose operators take ``seconds``."""
-        return self._recorded.profile(seconds, 0.0)
+        return self.recorded.profile(seconds, 0.0)
 
     def peak_nbytes(self, passing: PassingPlan | None = None, group: int = 1) -> int:
         """Return the most bytes of the step's own storages at once; see [Note: micro-batches in a block].
@@ -155,7 +159,7 @@ class Record(Profiler):  # type: ignore[no-untyped-call]
         ``passing``: where what waits between blocks is; None: there is one micro-batch. ``group``: of how
         many micro-batches experts run together.
         """
-        lives = self._recorded.storages.lives
+        lives = self.recorded.storages.lives
         spans = [(life.born, life.died, life.nbytes) for life in lives if life.kind in _OWN]
         if passing is not None:
             spans += [
@@ -170,15 +174,15 @@ class Record(Profiler):  # type: ignore[no-untyped-call]
     @property
     def _takers(self) -> Counter[int]:
         """Return how many blocks are given each of the step's own storages."""
-        lives, marks = self._recorded.storages.lives, self._recorded.regions
+        lives, marks = self.recorded.storages.lives, self.recorded.regions
         return Counter(index for mark in marks for index in mark.inputs if lives[index].kind in _OWN)
 
     @property
     def block_spans(self) -> list[BlockSpan]:
         """Return the calls of blocks in order; each is taken to return what the next one is given."""
-        lives, marks, takers = self._recorded.storages.lives, self._recorded.regions, self._takers
+        lives, marks, takers = self.recorded.storages.lives, self.recorded.regions, self._takers
         given = [sum(lives[i].nbytes for i in mark.inputs if takers[i] == 1) for mark in marks]
-        backward = {block.region: block.backward[0] for block in self._recorded.blocks()}
+        backward = {block.region: block.backward[0] for block in self.recorded.blocks()}
         began = [backward.get(mark.region, len(self.rows) - 1) for mark in marks]
         done, returned = [len(self.rows), *began], [*given[1:], *given[-1:]]
         return [
@@ -191,9 +195,9 @@ class Record(Profiler):  # type: ignore[no-untyped-call]
 
         Of all micro-batches but the recorded one; and less of that, where its own has left.
         """
-        lives, spans, others = self._recorded.storages.lives, self.block_spans, passing.slices - 1
+        lives, spans, others = self.recorded.storages.lives, self.block_spans, passing.slices - 1
         takers, seen = self._takers, set[int]()
-        for block, mark in enumerate(self._recorded.regions):
+        for block, mark in enumerate(self.recorded.regions):
             for index in takers.keys() & {*mark.inputs} - seen:
                 seen.add(index)
                 life, alone = lives[index], takers[index] == 1
@@ -212,7 +216,7 @@ class Record(Profiler):  # type: ignore[no-untyped-call]
     def _together(self, passing: PassingPlan, group: int) -> Iterator[tuple[int, int, int]]:
         """Yield begin, end and bytes of what blocks with experts have of a group's micro-batches but one."""
         others, held = group - 1, min(group - 1, passing.held)
-        grouped = [at for at, call in enumerate(self._recorded.calls) if "grouped_mm" in call.name]
+        grouped = [at for at, call in enumerate(self.recorded.calls) if "grouped_mm" in call.name]
         stretches: list[tuple[int, int, int, int]] = []  # a block's, and in it that of its experts
         for number, span in enumerate(self.block_spans):
             kept = min(others, kept_of(passing, number - 1)) if number else others
@@ -224,8 +228,8 @@ class Record(Profiler):  # type: ignore[no-untyped-call]
                     yield begin, end, (others - (kept if backward else max(kept, held))) * span.given
                     yield begin, end, (others - held) * span.returned * backward
         stretches.sort()
-        gradients = {(at, segment.numel * unit.dtype.itemsize) for at, unit, segment in self._received}
-        for life in self._recorded.storages.lives:
+        gradients = {(at, args[-1]) for at, _, method, args, _ in self.calls if method == "receive"}
+        for life in self.recorded.storages.lives:
             place = bisect_right(stretches, life.born, key=itemgetter(0)) - 1
             if life.died is None or life.kind not in _OWN or place < 0:
                 continue
@@ -234,16 +238,9 @@ class Record(Profiler):  # type: ignore[no-untyped-call]
             if is_there and (life.died, life.nbytes) not in gradients:
                 yield life.born, life.died, others * life.nbytes
 
-    @property
-    def _received(self) -> Iterator[tuple[int, Unit, Segment]]:
-        """Yield the gradients that the runtime gets: operators before, unit and segment."""
-        for at, part, method, args, _ in self.calls:
-            if (part, method) == ("gradients", "receive"):
-                yield at, *args
-
     def again_flops(self) -> float:
         """Return the flops of forwards that run again."""
-        calls = zip(self._recorded.calls, self.rows, strict=True)
+        calls = zip(self.recorded.calls, self.rows, strict=True)
         inside = ((call.region, row[0]) for call, row in calls if call.phase is Phase.FORWARD)
         return sum(flops for region, flops in inside if region % 2 and self.recomputes(region))
 
@@ -270,7 +267,7 @@ class _Told:
     """
 
     def __init__(self, record: Record, part: str) -> None:
-        self._tell = partial(record.tell, part)
+        self._record, self._tell = record, partial(record.tell, part)
 
     def __getattr__(self, method: str) -> Callable[..., None]:
         return partial(self._tell, method)
@@ -282,7 +279,10 @@ class _Told:
         return True
 
     def receive(self, unit: Unit, segment: Segment, grad: Tensor) -> None:
-        self._tell("receive", unit, segment)
+        self._tell("receive", self._record.storage_of(segment.param), segment.numel * unit.dtype.itemsize)
+
+    def complete_together(self, units: Iterable[Unit]) -> None:
+        self._tell("complete_together", [unit.index for unit in units])
 
     def expect(self, *, backward: bool = False) -> None:
         """Do nothing: hooks of parameters take their gradients."""
@@ -300,9 +300,8 @@ class _RecordedHooks(Hooks):
     """Runs the runtime's hooks on fake tensors, whose storages have no addresses, and the tensor cache."""
 
     def __init__(
-        self, model: nn.Module, units: UnitIndex, leaves: Mapping[nn.Module, tuple[Unit, ...]], made: Record,
-        blocks: Sequence[NamedBlock],
-    ) -> None:  # fmt: skip
+        self, model: nn.Module, units: UnitIndex, leaves: Leaves, made: Record, blocks: Sequence[NamedBlock]
+    ) -> None:
         prefetcher, pins, gradients = (cast(Any, _Told(made, part)) for part in _PARTS)
         activations = cast(Any, SimpleNamespace(open=lambda model: tracked(blocks, cast(Any, self))))
         super().__init__(units, leaves, activations, prefetcher, pins, gradients, lambda: None)
@@ -357,20 +356,25 @@ def _storage(tensor: Tensor) -> int:
 
 
 def record_step(
-    model: Any, units: UnitIndex, leaves: Mapping[nn.Module, tuple[Unit, ...]], dtype: torch.dtype,
-    batch: Batch, recomputes: Callable[[int], bool],
+    model: Any, units: UnitIndex, leaves: Leaves, dtype: torch.dtype, batch: Batch,
+    recomputes: Callable[[int], bool], left_out: Collection[int] = (),
 ) -> Record:  # fmt: skip
     """Run forward and backward of one micro-batch of a model on fake tensors.
 
-    ``recomputes`` tells whether a region, which is a call of a block, runs its forward again.
+    ``recomputes`` tells whether a region, which is a call of a block, runs its forward again. Blocks that are
+    ``left_out`` return what the one before returned, and are no regions.
 
     Raises:
         CheckpointError: The model's forward depends on values.
     """
     made, packing = Record([s.param for _, s in units.segments()], dtype, batch, recomputes), batch.packing
-    blocks = recomputable_blocks(model)
+    named = recomputable_blocks(model)
+    blocks = [block for at, block in enumerate(named) if at not in left_out]
     with ExitStack() as stack:
-        stack.enter_context(_hooked(model, _RecordedHooks(model, units, leaves, made, blocks)))
+        for at in left_out:
+            stack.enter_context(_passing(named[at - 1].module, named[at].module))
+        left = {module for at in left_out for module in named[at].module.modules()}
+        stack.enter_context(_hooked(model, _RecordedHooks(model, units, leaves, made, blocks), left))
         for block in blocks if batch.together else ():
             stack.enter_context(_experts_in_parts(block.module))
         stack.enter_context(no_collection())  # storages end when nothing refers to them
@@ -426,8 +430,26 @@ def _experts_in_parts(block: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _hooked(model: nn.Module, hooks: _RecordedHooks) -> Iterator[None]:
-    before = {module: module._parameters for module in model.modules()}
+def _passing(before: nn.Module, block: nn.Module) -> Iterator[None]:
+    """Let ``block`` return what the one ``before`` has returned, whose tensors are not held."""
+    returned, spec = list[Any](), tree_flatten(None)[1]
+
+    def note(module: nn.Module, args: object, result: Any) -> None:
+        nonlocal spec
+        leaves, spec = tree_flatten(result)
+        returned[:] = [weakref.ref(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+    def forward(*args: object, **kwargs: object) -> Any:
+        leaves = [leaf() if isinstance(leaf, weakref.ref) else leaf for leaf in returned]
+        return tree_unflatten(leaves, spec)
+
+    with before.register_forward_hook(note), patched(block, "forward", forward):
+        yield
+
+
+@contextmanager
+def _hooked(model: nn.Module, hooks: _RecordedHooks, left_out: Collection[nn.Module]) -> Iterator[None]:
+    before = {module: module._parameters for module in model.modules() if module not in left_out}
     handles = []
     server = SimpleNamespace(touch=lambda param, _: hooks.touch(param), deep_copy=_never, check=_nothing)
     for module, own in before.items():
@@ -489,18 +511,22 @@ def play(
             pins.forget(unit)
             prefetcher.done(unit)
 
-    def receive(unit: Unit, segment: Segment) -> None:
+    places = list(units.segments())  # which are the first storages of a record
+
+    def receive(place: int, nbytes: int) -> None:
+        unit, segment = places[place]
         begun.setdefault(unit.index, training.position)
         if completions.fire(unit.index, segment.index):
             complete(unit.index)
 
-    def complete_together(units: Iterable[Unit]) -> None:
-        for index in completions.left(unit.index for unit in units if unit.trainable):
+    def complete_together(indices: Iterable[int]) -> None:
+        for index in completions.left(index for index in indices if units[index].trainable):
             complete(index)
 
     gradients = SimpleNamespace(
-        receive=receive, complete_together=complete_together, end_backward=lambda: complete_together(units)
-    )
+        receive=receive, complete_together=complete_together,
+        end_backward=lambda: complete_together(range(len(units))),
+    )  # fmt: skip
     parts = dict(zip(_PARTS, (prefetcher, pins, gradients), strict=True))
     position = np.zeros(len(record.rows), dtype=np.int64)
     played = 0

@@ -223,7 +223,7 @@ def test_units_are_known_without_a_record(case: str, tmp_path: Path, monkeypatch
         tmp_path, "memory.resident=false", *model, *sizes, *(each for each in CASES[case] if "=" in each)
     )
     planned = dry_run(recipe, MACHINE, 1)
-    monkeypatch.setattr("infinity.predict.model.record_step", None)  # it would be called
+    monkeypatch.setattr("infinity.predict.model.record", None)  # it would be called
     layout = Layout(model_for(recipe, MACHINE, 1), recipe, MACHINE)
     assert layout.read_where_they_lie() == planned.units
 
