@@ -501,8 +501,7 @@ def play(
         of_leaves, lambda index: (len(units[index].trainable), len(units[index].segments)), pins.recomputed
     )
     begun: dict[int, int] = {}  # positions, by unit
-    completed: list[tuple[int, int]] = []
-    tiles: dict[int, TileUse] = {}
+    completed, tiles = list[tuple[int, int]](), dict[int, TileUse]()
 
     def complete(unit: int) -> None:
         completions.complete(unit)
@@ -523,10 +522,8 @@ def play(
         for index in completions.left(index for index in indices if units[index].trainable):
             complete(index)
 
-    gradients = SimpleNamespace(
-        receive=receive, complete_together=complete_together,
-        end_backward=lambda: complete_together(range(len(units))),
-    )  # fmt: skip
+    every = partial(complete_together, range(len(units)))
+    gradients = SimpleNamespace(receive=receive, complete_together=complete_together, end_backward=every)
     parts = dict(zip(_PARTS, (prefetcher, pins, gradients), strict=True))
     position = np.zeros(len(record.rows), dtype=np.int64)
     played = 0
