@@ -297,7 +297,7 @@ ROOM_BUDGETS = {
     "optim": 2934,
     "partition": 2790,
     "planner": 2415,
-    "predict": 5281,
+    "predict": 5278,
     "recipes": 1606,
     "shards": 5181,
 }
