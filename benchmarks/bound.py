@@ -4,7 +4,8 @@ A share of each saved storage goes to NVMe or to the host, a share of each block
 is cut into at most :data:`POINTS` stretches. In each, channels carry no more than its time allows (compute,
 recomputation and stalls), and at its fullest operator memory is within the budget. What a real plan must do
 in order (which bytes are stored first, when a load may start) is left out or done as early as may be, so a
-plan is always a solution, and the optimum is a lower bound of its time.
+plan that recomputes whole blocks is always a solution, and the optimum is a lower bound of its time. One
+that keeps some operators of them may be faster: these are no variables here.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -16,8 +16,8 @@ move a quarter of what the link does. A policy that fills more host memory than 
 
 [Note: who is compared with us]
 Our plan has, for each row, the peak that the row reached as its budget. A row that replays single operators
-or moves fewer bytes by a code does what our plans cannot say (they recompute whole blocks and move bytes as
-they are), and may be below the bound, which does not know it either: such rows are compared apart.
+or moves fewer bytes by a code does what the bound, which is one of whole blocks, does not know, and may be
+below it: such rows are compared apart.
 """
 
 import json
@@ -282,7 +282,8 @@ Steps are divided by that of keeping everything. `gap` is to the lower bound of 
 budget if it is kept, else at the row's own peak; `ours / it` our step by the row's, with the row's peak as
 our budget. Bytes are those of one step, `TB a day` what a day of such steps writes to the drive. What is in
 brackets is over the budget, or fills more host memory than there is. Rows with `replays` recompute single
-operators, which our plans cannot say yet; so does not the bound, which such a row may be below.
+operators. Ours may leave some of a recomputed block's operators out; the bound is one of whole blocks, which
+such a row may be below.
 Policies, their sources and what their rules lose or gain here: `benchmarks/rivals.py`.
 
 ![step by peak, for each policy]({picture})

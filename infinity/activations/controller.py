@@ -33,13 +33,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from infinity.activations import tensor_cache
 from infinity.activations.profiler import MemoryMeter, Profiler
-from infinity.activations.recompute import in_backward, recomputed, untraced
+from infinity.activations.recompute import (
+    KeptOperators,
+    KeptOutputs,
+    Watch,
+    in_backward,
+    patched,
+    recomputed,
+    untraced,
+)
 from infinity.activations.tensor_cache import (
     ActivationStats,
     PassRecord,
     TensorCache,
-    patched,
     planned,
     storages_of,
     uniform,
@@ -108,7 +116,7 @@ def _forward(
         profiler.enter_region(region, block.name)
     try:
         if record.policy.recomputes(region) and all(empty):
-            return _recomputed(block.module, own, args, kwargs)
+            return _recomputed(block.module, own, record.policy.kept.get(region), args, kwargs)
         return own(*args, **kwargs)
     finally:
         record.leave()
@@ -121,18 +129,24 @@ def _is_kv_cache(leaf: object) -> bool:
 
 
 def _recomputed(
-    module: nn.Module, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    module: nn.Module,
+    own: Callable[..., Any],
+    kept: KeptOperators | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
     if "use_cache" in kwargs:
         kwargs = {**kwargs, "use_cache": False}
     leaves, spec = tree_flatten((args, kwargs), is_leaf=_is_kv_cache)
-    runs_again = False
+    runs_again, outputs = False, None if kept is None else KeptOutputs(kept)
 
     def call(*leaves: Any) -> Any:
         nonlocal runs_again
         args, kwargs = tree_unflatten(leaves, spec)
-        restored, runs_again = _restored_buffers(module) if runs_again else nullcontext(), True
-        with restored:
+        restored = _restored_buffers(module) if runs_again else nullcontext()
+        watched = nullcontext() if outputs is None else Watch(outputs, again=runs_again)
+        runs_again = True
+        with restored, watched:
             return own(*args, **kwargs)
 
     # Twice through a cache of keys and values would put them there twice.
@@ -260,8 +274,8 @@ class Activations:
             place = next((p for p in (Place.NVME, Place.HOST) if p in self.cache.stores), Place.KEEP)
             coding = self.cache.coding
             policy = uniform(place, last=2 * len(blocks) - 1, codecs=coding.chosen if coding else {})
-            if self.planning is not None:
-                policy = planned(self.planning.plan)
+            if self.cache.planned is not None:
+                policy = self.cache.planned
             elif self.policy == "recompute":
                 policy = uniform(Place.KEEP, recompute=True)
             self.cache.record = PassRecord(policy)
@@ -345,8 +359,11 @@ class Activations:
         recorded_s = profile.step_s * (1 - alike[-1].moving_share(hardware.compute_s_per_byte))
         pace_s = min(recorded_s, *(each.compute_s(hardware.compute_s_per_byte) for each in alike))
         padding_nbytes = max((store.padding_nbytes for store in self.cache.stores.values()), default=0)
-        profile = replace(profile.at_pace(pace_s), padding_nbytes=padding_nbytes)
+        profile = replace(
+            profile.at_pace(pace_s), padding_nbytes=padding_nbytes, least_nbytes=tensor_cache.LEAST_NBYTES
+        )
         plan = ActivationPlan.from_json(self._decide(lambda: self._choose(profile, hardware).to_json()))
+        self.cache.planned = planned(plan)
         kept, predicted = (play(profile, p, hardware) for p in (ActivationPlan("keep"), plan))
         self.planning = Planning(profile, hardware, plan, kept, predicted, time.perf_counter() - began_s)
         # What is never stored needs what was predicted; stores that end late need up to the plan's capacity.

@@ -30,8 +30,7 @@ from torch.overrides import has_torch_function_unary
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from infinity.activations.recompute import Unwritten, untraced
-from infinity.activations.tensor_cache import patched
+from infinity.activations.recompute import Unwritten, patched, untraced
 from infinity.core.errors import StateError
 
 Mode = Literal["auto", "whole", "slices"]

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from infinity.activations.recompute import in_backward
+from infinity.activations.recompute import in_backward, must_run
 from infinity.core.plan import (
     BlockCall,
     CodedForm,
@@ -109,6 +109,7 @@ class Call(NamedTuple):
     phase: Phase
     region: int
     node: int
+    may_stay: bool
 
 
 @dataclass(slots=True)
@@ -122,6 +123,7 @@ class RegionMark:
     end: int = 0
     end_node: int = 0
     inputs: tuple[int, ...] = ()
+    saved: int = 0  # operators that had ended when autograd saved something last
 
 
 @dataclass(slots=True)
@@ -154,7 +156,7 @@ class Recording:
         last = max(0, len(self.calls) - 1)
         slots = self._slots(last)
         operators = (
-            Operator(call.name, time_s, call.inputs, call.outputs, call.phase, call.region)
+            Operator(call.name, time_s, call.inputs, call.outputs, call.phase, call.region, call.may_stay)
             for call, time_s in zip(self.calls, seconds)
         )
         traffic = (Traffic(min(at, last), read, written) for at, read, written in self.traffic)
@@ -213,7 +215,8 @@ class Recording:
                 spans[current] = spans.get(current, (at, at))[0], at + 1
         for index, mark in enumerate(regions):
             if index in spans:
-                yield BlockCall(mark.name, mark.region, (mark.begin, mark.end), spans[index], mark.inputs)
+                forward, saved = (mark.begin, mark.end), min(max(mark.saved, mark.begin + 1), mark.end)
+                yield BlockCall(mark.name, mark.region, forward, spans[index], mark.inputs, saved)
 
 
 @cache
@@ -285,7 +288,8 @@ class Profiler(TorchDispatchMode):
             node = running_node() if phase is Phase.BACKWARD else NO_NODE
             region = recorded.region if phase is Phase.FORWARD else -1
             outputs = tuple(dict.fromkeys((*written, *made)))
-            recorded.calls.append(Call(name, times, read, outputs, phase, region, node))
+            stays = not must_run(func, args, kwargs)
+            recorded.calls.append(Call(name, times, read, outputs, phase, region, node, stays))
         self._own_s += time.perf_counter() - came_s - (times[1] - times[0] if self._on_cpu else 0.0)
         return result
 
@@ -300,6 +304,12 @@ class Profiler(TorchDispatchMode):
         found = self._indices(inputs, Kind.INPUT, "input")
         mark.inputs = tuple(i for i in found if self._recorded.storages.lives[i].kind is not Kind.WEIGHT)
         self._recorded.region = region + 1
+
+    def saves(self) -> None:
+        """Mark that autograd saves something now."""
+        marks = self._recorded.regions
+        if marks and not marks[-1].end:
+            marks[-1].saved = len(self._recorded.calls)
 
     def packed(self, key: SlotKey, tensor: Tensor, coded: CodedForm | None = None) -> None:
         """Mark that autograd saves ``tensor``, whose storage is slot ``key``; only the first time counts."""

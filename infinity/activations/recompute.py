@@ -1,19 +1,40 @@
-"""Recomputes a part of a model in backward, with the choices that were made when it ran first."""
+"""Recomputes a part of a model in backward, with the choices that were made when it ran first.
+
+[Note: operators that do not run again]
+What a block's dearest operators made may be saved beside its inputs, and be returned where they would run
+again. A mode below autograd watches both runs of the block, so the same graph is made in both. An operator is
+known by its name and its number among those of that name. It stays only if the names of all that ran before
+it, and the forms of its arguments, are as in the first run. If they differ, if it made more than was planned,
+or if what it made was written since, operators run again. So does every random one, or generators would be
+behind. (torch's own ``create_selective_checkpoint_contexts`` compares no arguments, fails when a graph is
+read twice, and saves past the hooks of saved tensors.)
+
+[Note: writes that nobody sees]
+A kernel that torch did not dispatch may write what an operator made without a count. So the first time that
+an output is used its sum is compared with that in forward; where they differ, the operator runs again from
+then on. Nor does one stay that changed a generator then, whatever it says of itself.
+"""
 
 import weakref
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import wraps
-from typing import Any, TypeVar, cast
+from functools import cache, wraps
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
+from infinity.core.plan import OperatorKey
+
 F = TypeVar("F", bound=Callable[..., Any])
+#: Stands for an attribute that an object does not have.
+_ABSENT = object()
 #: Returns what torch.compile runs frames by on this thread, or None.
 _tracing: Callable[[], object] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", bool)
 
@@ -27,6 +48,20 @@ def untraced(function: F) -> F:
         return (function if _tracing() is None else disabled)(*args, **kwargs)
 
     return cast(F, torch.compiler.disable(call, recursive=False))  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def patched(target: Any, name: str, value: object) -> Iterator[None]:
+    """Set the attribute ``name`` of ``target`` to ``value``, hiding its class's, until the context ends."""
+    before = target.__dict__.get(name, _ABSENT)
+    target.__dict__[name] = value
+    try:
+        yield
+    finally:
+        if before is _ABSENT:
+            del target.__dict__[name]
+        else:
+            target.__dict__[name] = before
 
 
 def in_backward() -> bool:
@@ -129,3 +164,200 @@ def recomputed(function: Callable[..., Any], *leaves: Any) -> Any:
             return function(*leaves)
 
     return checkpoint(call if made else function, *leaves, use_reentrant=False)
+
+
+#: Operators that one run of a block may have more than another, as views: what gathers weights or packs saved
+#: tensors runs some, and autocast remembers what it has cast.
+_UNEVEN = frozenset(
+    f"aten.{name}" for name in ("detach.default", "alias.default", "_to_copy.default", "empty.memory_format")
+)
+
+
+@cache
+def _name_of(operator: Any) -> str:
+    return str(operator)
+
+
+@cache
+def _makes_all(operator: Any) -> bool:
+    """Return whether an operator's results are its own: neither views of arguments nor written ones."""
+    schema = getattr(operator, "_schema", None)
+    return schema is not None and all(each.alias_info is None for each in schema.returns)
+
+
+@cache
+def _dropout_at(operator: Any) -> int | None:
+    arguments = operator._schema.arguments
+    return next((at for at, argument in enumerate(arguments) if argument.name == "dropout_p"), None)
+
+
+def must_run(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether recomputation has to run an operator: it may be random, or its results not its own."""
+    if not _makes_all(operator):
+        return True
+    if torch.Tag.nondeterministic_seeded not in operator.tags:
+        return False
+    at = _dropout_at(operator)  # attention that drops nothing draws nothing
+    given = None if at is None else args[at] if at < len(args) else kwargs.get("dropout_p", 0.0)
+    return given is None or given != 0
+
+
+class KeptOperators:
+    """Names operators of a block that need not run again: name and number, with the bytes that they make."""
+
+    def __init__(self, nbytes: Mapping[tuple[str, int], int]) -> None:
+        self.nbytes = dict(nbytes)
+        self.names = frozenset(name for name, _ in nbytes)
+        self.trusted: set[tuple[str, int]] = set()  # see [Note: writes that nobody sees]
+
+    @classmethod
+    def of(cls, kept: Mapping[OperatorKey, int]) -> "dict[int, KeptOperators]":
+        """Return those of a plan, by the region of their block."""
+        regions = {key.region for key in kept}
+        return {
+            region: cls({(key.name, key.ordinal): kept[key] for key in kept if key.region == region})
+            for region in regions
+        }
+
+
+class _Saved(NamedTuple):
+    """What hooks packed of a tensor; an empty one that shares its count of writes, then; its sum."""
+
+    packed: Any
+    counter: Tensor
+    version: int
+    sum: int | None
+
+
+class _Output(NamedTuple):
+    form: object  # of what ran before the operator, and of its arguments
+    leaves: list[Any]  # of its result: tensors are :class:`_Saved`
+    spec: TreeSpec
+
+
+class KeptOutputs:
+    """Holds what kept operators made in one call of a block; see [Note: operators that do not run again].
+
+    Hooks of saved tensors that are in force now pack it, and unpack it.
+    """
+
+    def __init__(self, operators: KeptOperators) -> None:
+        self.operators = operators
+        self._pack, self._unpack = saving_hooks()
+        self._outputs: dict[tuple[str, int], _Output] = {}
+        self._gave_up = False
+
+    def save(self, key: tuple[str, int], form: object, made: Any) -> None:
+        """Save what an operator has made; if it is more than was planned, forget all of the call."""
+        leaves, spec = tree_flatten(made)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if any(type(leaf) is not Tensor or leaf.layout is not torch.strided for leaf in tensors):
+            return
+        storages = {leaf.untyped_storage()._cdata: leaf.untyped_storage().nbytes() for leaf in tensors}
+        if self._gave_up or sum(storages.values()) > self.operators.nbytes[key]:
+            self._give_up()
+            return
+        known = key in self.operators.trusted
+        # Autograd's copies of a tensor share its count of writes; here they would have their own.
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+            kept = [self._saved(leaf, known) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._outputs[key] = _Output(form, kept, spec)
+
+    def _saved(self, tensor: Tensor, known: bool) -> _Saved:
+        counter = tensor.detach()
+        counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        total = None if known else _sum(tensor)
+        return _Saved(self._pack(tensor.detach()), counter, tensor._version, total)
+
+    def find(self, key: tuple[str, int], form: object) -> Any:
+        """Return what an operator made in forward; None: it has to run again."""
+        if (output := self._outputs.get(key)) is None:
+            return None
+        if output.form != form:
+            self._give_up()
+            return None
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            del self._outputs[key]
+        saved = [leaf for leaf in output.leaves if isinstance(leaf, _Saved)]
+        if any(each.counter._version != each.version for each in saved):
+            return None
+        # Copies, since autograd makes each a part of a graph.
+        found = [self._unpack(each.packed).detach() for each in saved]
+        if key not in self.operators.trusted:
+            if any(each.sum != _sum(tensor) for each, tensor in zip(saved, found)):
+                self.operators.nbytes.pop(key, None)
+                return None
+            self.operators.trusted.add(key)
+        left = iter(found)
+        leaves = [next(left) if isinstance(leaf, _Saved) else leaf for leaf in output.leaves]
+        return tree_unflatten(leaves, output.spec)
+
+    def _give_up(self) -> None:
+        self._gave_up = True
+        self._outputs.clear()
+
+
+class Watch(TorchDispatchMode):
+    """Saves what kept operators make inside ``with``, or, ``again``, returns it in place of running them."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, outputs: KeptOutputs, *, again: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._outputs, self._again = outputs, again
+        self._names, self._numbers = outputs.operators.names, Counter[str]()
+        self._ran = 0  # hash of the names of the operators so far
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let what is compiled run as it does elsewhere, in place of operator by operator."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name, kwargs = _name_of(func), kwargs or {}
+        if _makes_all(func) and name not in _UNEVEN:
+            self._ran = hash((self._ran, name))
+        if name not in self._names:
+            return func(*args, **kwargs)
+        key = name, self._numbers[name]
+        self._numbers[name] += 1
+        if key not in self._outputs.operators.nbytes or must_run(func, args, kwargs):
+            return func(*args, **kwargs)
+        leaves = tree_leaves((args, kwargs))
+        form = self._ran, [_form_of(leaf) for leaf in leaves]
+        if self._again:
+            found = self._outputs.find(key, form)
+            return func(*args, **kwargs) if found is None else found
+        unknown = key not in self._outputs.operators.trusted
+        devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)} if unknown else set()
+        before = _generators(devices)
+        made = func(*args, **kwargs)
+        if all(map(torch.equal, before, _generators(devices))):
+            self._outputs.save(key, form, made)
+        return made
+
+
+def _form_of(leaf: Any) -> object:
+    return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf
+
+
+def _generators(devices: Collection[torch.device]) -> list[Tensor]:
+    """Return the states of the generators that operators on these devices draw from."""
+    others = (
+        torch.get_device_module(device).get_rng_state(device) for device in devices if device.type != "cpu"
+    )
+    return [*others, torch.get_rng_state()] if devices else []
+
+
+def _sum(tensor: Tensor) -> int | None:
+    """Return a sum of the bits of a tensor without gaps; None: it has some."""
+    end, bits = tensor.storage_offset() + tensor.numel(), tensor.numel() * tensor.itemsize
+    if end * tensor.itemsize > tensor.untyped_storage().nbytes():
+        return None
+    flat = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    dtype = (
+        torch.int64 if bits % 8 == 0 and tensor.storage_offset() * tensor.itemsize % 8 == 0 else torch.uint8
+    )
+    return int(flat.view(dtype).sum(dtype=dtype))

@@ -27,8 +27,8 @@ import time
 import weakref
 from bisect import bisect_left
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -38,7 +38,7 @@ from torch import Tensor
 
 from infinity.activations.codecs import Coding
 from infinity.activations.profiler import Profiler
-from infinity.activations.recompute import untraced
+from infinity.activations.recompute import KeptOperators, untraced
 from infinity.activations.store import PLAIN, ActivationStore, Form, Loading, StoredActivation
 from infinity.core.lifecycle import Lifecycle, SlotState
 from infinity.core.nbytes import Transfer
@@ -49,24 +49,7 @@ LEAST_NBYTES = 256 * 2**10
 #: A tensor that is a smaller part of its storage than one in so many is a row of the user's data.
 _LEAST_PART = 64
 
-#: Stands for an attribute that an object does not have.
-_ABSENT = object()
-
 S = SlotState
-
-
-@contextmanager
-def patched(target: Any, name: str, value: object) -> Iterator[None]:
-    """Set the attribute ``name`` of ``target`` to ``value``, hiding its class's, until the context ends."""
-    before = target.__dict__.get(name, _ABSENT)
-    target.__dict__[name] = value
-    try:
-        yield
-    finally:
-        if before is _ABSENT:
-            del target.__dict__[name]
-        else:
-            target.__dict__[name] = before
 
 
 class ActivationStats:
@@ -369,6 +352,9 @@ class ActivationPolicy:
     waits: Mapping[tuple[SlotKey, bool], SlotKey] = field(default_factory=dict)
     keeps_budget: bool = False  # bytes of stores that have not ended count in one
     codecs: Mapping[SlotKey, str] = field(default_factory=dict)
+    kept: Mapping[int, KeptOperators] = field(
+        default_factory=dict
+    )  # of blocks that are recomputed, by region
 
 
 def planned(plan: ActivationPlan) -> ActivationPolicy:
@@ -377,7 +363,8 @@ def planned(plan: ActivationPlan) -> ActivationPolicy:
         loads[load.after].append(load.slot)
     waits = {(wait.at, wait.backward): wait.slot for wait in plan.waits}
     budget = plan.capacity_nbytes is not None
-    return ActivationPolicy(plan.place, plan.recomputed.__contains__, loads, waits, budget, plan.codecs)
+    kept = KeptOperators.of(plan.kept)
+    return ActivationPolicy(plan.place, plan.recomputed.__contains__, loads, waits, budget, plan.codecs, kept)
 
 
 def uniform(
@@ -522,6 +509,7 @@ class TensorCache:
         self.coding: Coding | None = None  # None: everything is stored as it is
         self.exempt: Container[torch.UntypedStorage] = ()  # which live anyway: of parameters and buffers
         self.profiler: Profiler | None = None
+        self.planned: ActivationPolicy | None = None  # for every pass, once there is a plan
         self.record: PassRecord | None = None  # of the forward pass that runs; None: everything is kept
         self._profiled_backward = -1  # the backward pass that the profiler knows of
         self._slots: weakref.WeakValueDictionary[int, Slot] = weakref.WeakValueDictionary()
@@ -530,6 +518,8 @@ class TensorCache:
     def pack(self, tensor: Tensor) -> KeptTensor:
         """Return what autograd keeps for ``tensor``; DiskError: no room, or an earlier store failed."""
         record = self.record
+        if self.profiler is not None:
+            self.profiler.saves()
         if record is None or not self._takes(tensor):
             return KeptTensor(tensor)
         with self._unprofiled():

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from infinity.activations.tensor_cache import patched
+from infinity.activations.recompute import patched
 from infinity.checkpoint.directory import Stored, StoredTensors, TensorFile, read_json_object
 from infinity.core.config import Config, SettingError, Valid, setting, settings_of, shown
 from infinity.core.errors import (

@@ -24,8 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.activations.recompute import Choice
-from infinity.activations.tensor_cache import patched
+from infinity.activations.recompute import Choice, patched
 from infinity.api.adapters import (
     CONFIG,
     NAMES,

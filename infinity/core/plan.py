@@ -22,8 +22,8 @@ from infinity.core.nbytes import format_nbytes
 
 #: The longest plan that is read, a hundred times that of a large model (bytes).
 _MOST_NBYTES = 2**28
-#: Version of the format. Others are refused: a plan cannot do without what they lack (waits, codecs).
-_VERSION = 5
+#: Version of the format. Others are refused: a plan needs what they lack (codecs, kept operators).
+_VERSION = 6
 #: The files in a run's folder.
 FOLDER, PLAN, CHOICE = "activations", "plan.json", "choice.json"
 
@@ -32,6 +32,14 @@ class SlotKey(NamedTuple):
     """Names a saved storage in every micro-batch; see [Note: regions]."""
 
     region: int
+    ordinal: int
+
+
+class OperatorKey(NamedTuple):
+    """Names an operator of a block's forward in every micro-batch: the n-th of its name in the region."""
+
+    region: int
+    name: str
     ordinal: int
 
 
@@ -74,6 +82,7 @@ class Operator:
     outputs: tuple[int, ...]
     phase: Phase
     region: int  # in backward and update -1
+    may_stay: bool = True  # or recomputation has to run it: it draws from a generator, or makes views
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +132,13 @@ class BlockCall:
     forward: tuple[int, int]  # its first operator, and the first after it
     backward: tuple[int, int]
     inputs: tuple[int, ...]  # storages that forward reads from outside, without parameters, in order
+    #: The first operator after all that autograd saves of forward, which need not run again; 0: all do.
+    saved: int = 0
+
+    @property
+    def again(self) -> tuple[int, int]:
+        """Return the operators of forward that run again if the block is recomputed, as ``forward``."""
+        return self.forward[0], self.saved or self.forward[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +161,7 @@ class Profile:
     blocks: tuple[BlockCall, ...]
     traffic: tuple[Traffic, ...] = ()
     padding_nbytes: int = 0  # what a storage takes beyond its size once it has been loaded
+    least_nbytes: int = 0  # smaller storages are no slots
 
     def at_pace(self, step_s: float) -> "Profile":
         """Scale the step to ``step_s``; operators that would take longer shrink in proportion."""
@@ -171,7 +188,7 @@ def _built(wanted: Any, given: Any) -> Any:
         if different := hints.keys() ^ given.keys():
             raise ValueError(f"keys {sorted(different)} are missing or unknown")
         return wanted(**{name: _built(hint, given[name]) for name, hint in hints.items()})
-    return wanted(*given) if wanted is SlotKey else wanted(given)
+    return wanted(*given) if wanted in (SlotKey, OperatorKey) else wanted(given)
 
 
 class Place(StrEnum):
@@ -237,10 +254,12 @@ class ActivationPlan:
 
     policy: str  # that made it: keep, offload, recompute, adaptive or plan
     #: Where each slot goes; slots that are not named are kept. A recomputed block's slots are its inputs,
-    #: numbered as in ``BlockCall.inputs``, without those that an earlier region packed.
+    #: numbered as in ``BlockCall.inputs``, without those that an earlier region packed, and what is kept.
     places: Mapping[SlotKey, Place] = field(default_factory=dict)
     loads: tuple[Load, ...] = ()  # in the order in which backward needs them
     recomputed: frozenset[int] = frozenset()  # regions of blocks that run their forward again in backward
+    #: Of these the operators that do not run again, with the bytes that they make: these are saved.
+    kept: Mapping[OperatorKey, int] = field(default_factory=dict)
     #: Budget for what the step allocates on the device, beside units, gradients and optimizer states.
     capacity_nbytes: int | None = None  # None: no budget
     #: Without them a store that ends later than predicted would hold memory beyond the budget.
@@ -256,6 +275,7 @@ class ActivationPlan:
             "places": sorted((*key, place) for key, place in self.places.items()),
             "codecs": sorted((*key, codec) for key, codec in self.codecs.items()),
             "recomputed": sorted(self.recomputed),
+            "kept": sorted((*key, nbytes) for key, nbytes in self.kept.items()),
         }
         return json.dumps(given)
 
@@ -325,7 +345,8 @@ def count_blocks(profile: Profile, plan: ActivationPlan) -> str:
     host = {region for region, place in placed if place is Place.HOST} - nvme
     coded = {region for region, place in placed if place is Place.CODED} - nvme - host
     counts = {"to NVMe": len(nvme), "to host memory": len(host), "coded": len(coded)}
-    counts["recomputed"] = len(recomputed)
+    in_part = recomputed & {key.region for key in plan.kept}
+    counts |= {"recomputed": len(recomputed - in_part), "recomputed in part": len(in_part)}
     counts["kept"] = len(regions) - sum(counts.values())
     parts = [(count, words) for words, count in counts.items() if count]
     if not parts:

@@ -488,6 +488,8 @@ class Hooks:
                 return KeptTensor(tensor)
             with uninterrupted:
                 return self.activations.cache.pack(tensor)
+        if (profiler := self.activations.cache.profiler) is not None:
+            profiler.saves()
         return Handle(
             unit, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride(), unit.updates
         )

@@ -34,7 +34,7 @@ from torch import nn
 from transformers.trainer_utils import check_target_module_exists
 from transformers.training_args import OptimizerNames
 
-from infinity.activations.tensor_cache import patched
+from infinity.activations.recompute import patched
 from infinity.api.export import export, save_lora
 from infinity.api.init import ema, from_pretrained, is_served, no_sync, resume
 from infinity.api.lora import add_lora

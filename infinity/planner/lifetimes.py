@@ -8,10 +8,14 @@ A plan names a saved storage by its region and its ordinal there. A recomputed b
 that no earlier region packed. Where that moves a storage into a region that is not recomputed, the ordinals
 there are unknown before it has run: a plan cannot name its storages, and they are kept.
 
+[Note: kept operators]
+Of a recomputed block some operators need not run again: what they make is packed after the block's inputs,
+and read where they would run. To tell them apart all of the block's operators are watched, which takes time.
+
 Source: TeraIO (arXiv:2506.06472), section 2 (active tensors, inactive periods).
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,9 +25,11 @@ from typing import NamedTuple
 import numpy as np
 
 from infinity.core.plan import (
+    ActivationPlan,
     BlockCall,
     CodedForm,
     Kind,
+    OperatorKey,
     Phase,
     Place,
     Profile,
@@ -34,6 +40,8 @@ from infinity.core.plan import (
 
 #: Kinds of storages that the step itself allocates on the device, which an activation budget covers.
 MADE = frozenset({Kind.ACTIVATION, Kind.WORKING})
+#: What watching an operator takes, each time that it runs; see [Note: kept operators].
+WATCHED_S = 5e-6
 
 
 def operator_times(profile: Profile) -> np.ndarray:
@@ -109,6 +117,7 @@ class Lifetimes:
     traffic: Mapping[int, Traffic]
     operators: np.ndarray  # the operator of a position; of a recomputation, the one before which it runs
     recomputations: tuple[Recomputation, ...]
+    kept: Mapping[OperatorKey, int]  # operators of recomputed blocks that do not run again, as in a plan
     padding_nbytes: int
 
     @cached_property
@@ -149,29 +158,63 @@ class ProfileIndex:
         self.forward_end = next((k for k, p in enumerate(phases) if p is not Phase.FORWARD), len(phases))
         self.last_use: dict[int, int] = {}  # the last operator of forward that touches a storage
         self.touched: defaultdict[int, set[int]] = defaultdict(set)  # storages that a region's operators do
+        self.operators: dict[OperatorKey, int] = {}  # of forward
+        named, self._writes = Counter[tuple[int, str]](), Counter[int]()
         for k, operator in enumerate(profile.operators[: self.forward_end]):
             storages = (*operator.inputs, *operator.outputs)
             self.last_use.update(dict.fromkeys(storages, k))
             self.touched[operator.region].update(storages)
+            name = operator.region, operator.name
+            self.operators[OperatorKey(*name, named[name])] = k
+            named[name] += 1
+            self._writes.update(operator.outputs)
         self.born: defaultdict[int, list[int]] = defaultdict(list)  # storages that the step allocates there
         for index, storage in enumerate(profile.storages):
             if storage.kind in MADE:
                 self.born[storage.born].append(index)
 
-    def lifetimes(self, recomputed: frozenset[int]) -> Lifetimes:
+    def may_stay(self, k: int) -> bool:
+        """Return whether what operator ``k`` makes can be saved in place of running it again.
+
+        What is written later is not what it made.
+        """
+        operator, storages = self.profile.operators[k], self.profile.storages
+        if not (operator.may_stay and operator.inputs and operator.outputs):
+            return False
+        written_once = all(self._writes[s] == 1 for s in operator.outputs)
+        return written_once and all(
+            storages[s].kind in MADE and storages[s].born == k for s in operator.outputs
+        )
+
+    def nbytes_of(self, k: int) -> int:
+        """Return the bytes of the storages that operator ``k`` makes."""
+        return sum(self.profile.storages[s].nbytes for s in self.profile.operators[k].outputs)
+
+    def again(self, plan: ActivationPlan) -> tuple[frozenset[int], frozenset[int]]:
+        """Return what :meth:`lifetimes` takes: what a plan recomputes, all of whose operators are known."""
+        return plan.recomputed, frozenset(self.operators[key] for key in plan.kept)
+
+    def lifetimes(self, recomputed: frozenset[int], kept: frozenset[int] = frozenset()) -> Lifetimes:
+        """Return the lifetimes of the step that recomputes blocks, but for operators that are ``kept``."""
         profile = self.profile
         blocks = [block for block in profile.blocks if block.region in recomputed]
-        packing = _Packing(self, blocks)
+        kept = frozenset(k for k in kept if profile.operators[k].region in recomputed)
+        packing = _Packing(self, blocks, kept)
         blocks.sort(key=lambda block: block.backward[0])
         starts = np.array([block.backward[0] for block in blocks], dtype=np.int64)
-        lengths = np.array([block.forward[1] - block.forward[0] for block in blocks], dtype=np.int64)
+        lengths = np.array([block.again[1] - block.again[0] for block in blocks], dtype=np.int64)
         # Forwards that run again are inserted: the position of each operator.
         inserted, ends = np.repeat(starts, lengths), starts + np.cumsum(lengths)
         operators = np.arange(len(profile.operators))
         position = operators + np.searchsorted(inserted, operators, "right")
-        again_s = [time_s for block in blocks for time_s in self.times[slice(*block.forward)]]
-        times, kept = np.insert(self.times, inserted, again_s), packing.memory()
-        again = [n for block in blocks for n in packing.memory_again(block, kept[block.backward[0]])]
+        once, stay = self.times.copy(), [*kept]
+        for block in blocks:
+            once[slice(*block.forward)] += WATCHED_S * bool(packing.kept[block.region])
+        twice = once.copy()
+        twice[stay] -= self.times[stay]
+        again_s = [time_s for block in blocks for time_s in twice[slice(*block.again)]]
+        times, there = np.insert(once, inserted, again_s), packing.memory()
+        again = [n for block in blocks for n in packing.memory_again(block, there[block.backward[0]])]
         recomputations = tuple(map(Recomputation, blocks, (ends - lengths).tolist(), ends.tolist()))
         traffic: dict[int, Traffic] = {}
         for unit in profile.traffic:
@@ -181,12 +224,13 @@ class ProfileIndex:
         return Lifetimes(
             times=times,
             until_s=[0.0, *np.cumsum(times).tolist()],
-            memory=np.insert(kept, inserted, again),
+            memory=np.insert(there, inserted, again),
             periods=tuple(sorted(packing.periods(position, recomputations), key=lambda p: (p.end, p.key))),
             backward=int(position[self.forward_end - 1]) + 1 if self.forward_end else 0,
             traffic=traffic,
             operators=np.insert(operators, inserted, inserted),
             recomputations=recomputations,
+            kept={key: self.nbytes_of(k) for key, k in self.operators.items() if k in kept},
             padding_nbytes=profile.padding_nbytes,
         )
 
@@ -197,12 +241,18 @@ def lifetimes_of(profile: Profile, recomputed: frozenset[int] = frozenset()) -> 
 
 
 class _Packing:
-    """Finds what the tensor cache packs, region by region, if backward recomputes ``blocks``."""
+    """Finds what the tensor cache packs, region by region, if backward recomputes ``blocks``.
 
-    def __init__(self, index: ProfileIndex, blocks: Sequence[BlockCall]) -> None:
+    What ``kept`` operators make is packed after a block's inputs.
+    """
+
+    def __init__(self, index: ProfileIndex, blocks: Sequence[BlockCall], kept: frozenset[int]) -> None:
         self._index, self._storages = index, index.profile.storages
-        #: By storage: its slot; whether its key is known; where recomputed blocks that need it begin.
-        self.packed: dict[int, tuple[SlotUse, bool, list[int]]] = {}
+        #: By region: what operators make that do not run again, with its operator.
+        self.kept: dict[int, dict[int, int]] = {block.region: {} for block in blocks}
+        #: By storage: its slot; whether its key is known; the blocks that need it to run again, and from
+        #: which of their operators on.
+        self.packed: dict[int, tuple[SlotUse, bool, list[tuple[BlockCall, int]]]] = {}
         #: Slots that a block does not save any more; those that something else needs, so they are made twice.
         self.dropped: list[tuple[SlotUse, BlockCall]] = []
         self.twice: list[tuple[SlotUse, BlockCall]] = []
@@ -210,9 +260,13 @@ class _Packing:
         for slot in sorted(index.profile.slots, key=lambda slot: slot.key):
             regions.setdefault(slot.key.region, []).append(slot)
         recomputed = {block.region: block for block in blocks}
+        for k in sorted(kept):
+            operator = index.profile.operators[k]
+            if k < recomputed[operator.region].again[1]:
+                self.kept[operator.region] |= dict.fromkeys(operator.outputs, k)
         for region, slots in sorted(regions.items()):
             if region in recomputed:
-                self._pack_inputs(recomputed[region], slots)
+                self._pack_again(recomputed[region], slots)
                 continue
             # It may pack a storage that a recomputed block before it would have packed, or one less.
             again = {slot.storage for slot, _ in self.twice} - self.packed.keys()
@@ -221,20 +275,25 @@ class _Packing:
             for slot in slots:
                 self.packed.setdefault(slot.storage, (slot, not moved, []))
 
-    def _pack_inputs(self, block: BlockCall, slots: Sequence[SlotUse]) -> None:
-        """Pack the inputs of a recomputed block in place of its ``slots``."""
-        first, packed_at, ordinal = block.backward[0], max(block.forward[0] - 1, 0), 0
-        for storage in block.inputs:
+    def _pack_again(self, block: BlockCall, slots: Sequence[SlotUse]) -> None:
+        """Pack, in place of its ``slots``, what a recomputed block needs to run again."""
+        first, begin, ordinal = block.backward[0], block.forward[0], 0
+        needed = {storage: (begin, max(begin - 1, 0)) for storage in block.inputs}
+        kept = {storage: (k, k) for storage, k in self.kept[block.region].items()}
+        for storage, (operator, packed_at) in (needed | kept).items():
             if storage not in self.packed:
                 use, key = self._storages[storage], SlotKey(block.region, ordinal)
+                if use.nbytes < self._index.profile.least_nbytes:
+                    key = SlotKey(block.region, -1 - storage)
                 own = SlotUse(key, storage, use.nbytes, packed_at, first, first, held=False)
                 own = self._index.slots.get(storage, own)
                 held = own.held or use.kind not in MADE
-                self.packed[storage] = replace(own, key=key, packed_at=packed_at, held=held), True, []
-                ordinal += 1
-            self.packed[storage][2].append(first)
+                is_slot = key.ordinal >= 0
+                self.packed[storage] = replace(own, key=key, packed_at=packed_at, held=held), is_slot, []
+                ordinal += is_slot
+            self.packed[storage][2].append((block, operator - begin))
         for slot in slots:
-            if slot.storage not in block.inputs:
+            if slot.storage not in block.inputs and slot.storage not in kept:
                 stays = slot.held or slot.unpacked_at < first or slot.released_at >= block.backward[1]
                 (self.twice if stays else self.dropped).append((slot, block))
 
@@ -243,7 +302,8 @@ class _Packing:
         resident, storages = self._index.memory.copy(), self._storages
         for slot, block in self.dropped:
             _, _, needed_by = self.packed.get(slot.storage, (None, None, ()))  # as inputs of others
-            gone = max(self._index.last_use.get(slot.storage, 0), storages[slot.storage].born, *needed_by) + 1
+            firsts = (of.backward[0] for of, _ in needed_by)
+            gone = max(self._index.last_use.get(slot.storage, 0), storages[slot.storage].born, *firsts) + 1
             if storages[slot.storage].kind in MADE and gone < block.backward[0]:
                 resident[gone : block.backward[0]] -= slot.nbytes
         for slot, block in self.twice:
@@ -251,27 +311,32 @@ class _Packing:
                 resident[slice(*block.backward)] += slot.nbytes
         for storage, (_, _, needed_by) in self.packed.items():
             if storages[storage].kind in MADE and needed_by:
-                resident[storages[storage].dies + 1 : max(needed_by) + 1] += storages[storage].nbytes
+                # What a block's own operator made goes while it runs again, see :meth:`memory_again`.
+                until = max(of.backward[0] + (storage not in self.kept[of.region]) for of, _ in needed_by)
+                resident[storages[storage].dies + 1 : until] += storages[storage].nbytes
         return resident
 
     def memory_again(self, block: BlockCall, following: int) -> np.ndarray:
         """Return bytes while the block's forward runs again, with its slots and its working storages."""
-        storages, born, (begin, end) = self._storages, self._index.born, block.forward
+        storages, born, (begin, end) = self._storages, self._index.born, block.again
         fresh = sum(storages[index].nbytes for index in born[block.backward[0]])
         slots = {slot.storage for slot, of in (*self.dropped, *self.twice) if of is block}
+        kept = self.kept[block.region]
         working = np.zeros(end - begin + 1, dtype=np.int64)
         for at in range(begin, end):
-            for storage in (storages[index] for index in born[at] if index not in slots):
-                working[at - begin] += storage.nbytes
-                working[min(storage.dies + 1, end) - begin] -= storage.nbytes
+            for index in born[at]:
+                if index in slots or (index in kept and storages[index].dies >= block.backward[0]):
+                    continue  # it is among what follows
+                working[0 if index in kept else at - begin] += storages[index].nbytes
+                working[min(storages[index].dies + 1, end) - begin] -= storages[index].nbytes
         return np.asarray(following - fresh + np.cumsum(working[:-1]))
 
     def periods(
         self, position: np.ndarray, recomputations: Sequence[Recomputation]
     ) -> Iterator[InactivePeriod]:
-        first = {again.block.backward[0]: again.begin for again in recomputations}
+        first = {again.block.region: again.begin for again in recomputations}
         for storage, (slot, is_named, needed_by) in self.packed.items():
-            use, asked = self._storages[storage], [first[k] for k in needed_by]
+            use, asked = self._storages[storage], [first[of.region] + after for of, after in needed_by]
             packed_at = max(slot.packed_at, use.born)
             free_at = max(packed_at, self._index.last_use.get(storage, 0)) + 1
             needed = min([int(position[slot.unpacked_at]), *asked])

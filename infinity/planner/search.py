@@ -20,12 +20,17 @@ budget keeps within its peak and the bytes that wait for the measured drive.
 The plan for a budget is the fastest one for a rung within it. Rungs depend on the profile and the hardware
 only, and are climbed from the smallest budget that can be met, so that what is found for a rung does not
 depend on the budget either: more memory never makes a step slower.
+
+[Note: levels]
+A recomputed block need not run all of its operators again (see the note on kept operators in ``lifetimes``).
+Those of all blocks are put in order by the seconds that they save for each byte, and a level keeps so many of
+the first. From the plan for level 0, where all run again, blocks and level are searched together.
 """
 
 import math
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -49,6 +54,7 @@ from infinity.core.plan import (
 )
 from infinity.planner.lifetimes import (
     MADE,
+    WATCHED_S,
     InactivePeriod,
     Lifetimes,
     Places,
@@ -62,6 +68,8 @@ from infinity.planner.simulator import LOAD, Channel, Simulator, channel_rates, 
 RUNGS = 32
 #: Of so many blocks one more or less makes no difference; of twice as many two.
 _MANY = 128
+#: Sets of operators that recomputation need not run again; see [Note: levels].
+LEVELS = 16
 #: A step that is slower than keeping everything by no more than this share counts as not slowed down.
 NO_SLOWDOWN = 0.03
 #: One that is slower by no more than this share is not worth a search for a faster one.
@@ -221,9 +229,10 @@ def with_loads(
         loads.append(Load(triggers[start], period.key))
     placed = {periods[index].key: places[index] for index in sorted(places)}
     recomputed = frozenset(again.block.region for again in lifetimes.recomputations)
+    kept = lifetimes.kept
     coded = ((periods[index], place) for index, place in sorted(places.items()))
     codecs = {p.key: p.coded.codec for p, place in coded if place.is_coded and p.coded is not None}
-    return ActivationPlan(policy, placed, tuple(loads), recomputed, codecs=codecs)
+    return ActivationPlan(policy, placed, tuple(loads), recomputed, kept, codecs=codecs)
 
 
 def _desired(lifetimes: Lifetimes, places: Places, hardware: Hardware) -> dict[int, int]:
@@ -288,30 +297,38 @@ def _waits(lifetimes: Lifetimes, plan: ActivationPlan, capacity_nbytes: int) -> 
             yield StoreWait(calls[at][1], calls[at][0], periods[first - 1].key)
 
 
+#: Regions of blocks that run again, and operators of them that do not.
+Again = tuple[frozenset[int], frozenset[int]]
+_NOTHING: Again = frozenset(), frozenset()
+
+
 class PlanSearch:
     """Finds plans for one profile on one machine; ``keep`` is the one that keeps everything."""
 
     def __init__(self, profile: Profile, hardware: Hardware) -> None:
-        self._hardware = hardware
-        # Of the step that recomputes the blocks of some regions; and all its storages that can leave.
-        self._lifetimes = cache(ProfileIndex(profile).lifetimes)
-        self._everything = cache(lambda recomputed: self._within(recomputed, 0))
+        self._hardware, self._index = hardware, ProfileIndex(profile)
+        # Of the step that recomputes some blocks, without some operators; and all storages that can leave.
+        self._lifetimes = cache(lambda again: self._index.lifetimes(*again))
+        self._everything = cache(lambda again: self._within(again, 0))
+        self._least = cache(lambda again: _peak(self._lifetimes(again), self._everything(again)))
         # What is coded in every pass is not recomputed: or numbers would depend on the plan.
         self._rounded = [
             index
-            for index, period in enumerate(self._lifetimes(frozenset()).periods)
+            for index, period in enumerate(self._lifetimes(_NOTHING).periods)
             if period.coded is not None and not period.coded.exact and period.is_worth_storing
         ]
         self._order = () if self._rounded else _order(profile)
-        self._count = 0  # of recomputed blocks in the plan for the rung below
+        self._levels = [frozenset[int](), *_levels(self._index, self._order)]
+        self._count = 0  # of recomputed blocks in the plan of level 0 for the rung below
+        self._at = 0, 0  # blocks and level of the best one
         rounded = dict.fromkeys(self._rounded, Place.CODED)
-        self.keep = self._simulated(with_loads(self._lifetimes(frozenset()), rounded, hardware, None))
+        self.keep = self._simulated(with_loads(self._lifetimes(_NOTHING), rounded, hardware, None))
 
     def lowest(self) -> tuple[Lifetimes, np.ndarray]:
         """Return the lifetimes with the lowest peak that a plan can reach, and memory by position."""
         found = (
-            (self._lifetimes(blocks), least_memory(self._lifetimes(blocks), self._everything(blocks)))
-            for blocks in self._some_sets()
+            (self._lifetimes(again), least_memory(self._lifetimes(again), self._everything(again)))
+            for again in self._some_sets()
         )
         return min(found, key=lambda each: int(each[1].max(initial=0)))
 
@@ -350,34 +367,42 @@ class PlanSearch:
             else:
                 best, high = candidate, at
             at = (low + high) // 2
-        lifetimes = self._lifetimes(best.plan.recomputed)
+        lifetimes = self._under(best.plan)
         simulator = Simulator(lifetimes, best.plan, self._hardware)
         most_nbytes = simulator.run().peak_nbytes + simulator.slots.backlog.peak_nbytes
         return replace(best.plan, waits=tuple(_waits(lifetimes, best.plan, most_nbytes)))
 
-    def _within(self, recomputed: frozenset[int], rung: int, coded: Iterable[int] = ()) -> dict[int, Place]:
-        return places_within(self._lifetimes(recomputed), self._hardware, rung, self._rounded or coded)
+    def _within(self, again: Again, rung: int, coded: Iterable[int] = ()) -> dict[int, Place]:
+        return places_within(self._lifetimes(again), self._hardware, rung, self._rounded or coded)
 
-    def _coded(self, recomputed: frozenset[int], rung: int, coded: Collection[int]) -> dict[int, Place]:
+    def _coded(self, again: Again, rung: int, coded: Collection[int]) -> dict[int, Place]:
         """Return places in which those of ``coded`` have forms: where a longer one breaks no budget."""
-        periods = self._lifetimes(recomputed).periods
+        periods = self._lifetimes(again).periods
         fixed = [i for i in coded if (form := periods[i].coded) is not None and form.is_fixed]
-        places = self._within(recomputed, rung, fixed)
+        places = self._within(again, rung, fixed)
         return {i: p.as_coded(True) if i in coded and p.on_nvme else p for i, p in places.items()}
 
     def _simulated(self, plan: ActivationPlan) -> Candidate:
-        return Candidate(plan, Simulator(self._lifetimes(plan.recomputed), plan, self._hardware).run())
+        return Candidate(plan, Simulator(self._under(plan), plan, self._hardware).run())
 
-    def _some_sets(self) -> Iterator[frozenset[int]]:
-        """Yield the sets of recomputed blocks that may reach the lowest peak."""
-        yield frozenset()
+    def _under(self, plan: ActivationPlan) -> Lifetimes:
+        found: Lifetimes = self._lifetimes(self._index.again(plan))
+        return found
+
+    def _some_sets(self) -> Iterator[Again]:
+        """Yield what is recomputed where the lowest peak may be reached."""
+        yield _NOTHING
         if min(self._hardware.read_bytes_per_s, self._hardware.write_bytes_per_s) <= 0:
-            yield from (frozenset(self._order[: count + 1]) for count in range(len(self._order)))
+            yield from (self._first(count + 1, 0) for count in range(len(self._order)))
+
+    def _first(self, count: int, level: int) -> Again:
+        """Return what is recomputed if the first blocks of the order are, at a level."""
+        return frozenset(self._order[:count]), self._levels[level]
 
     def _rungs(self) -> list[int]:
         """Return budgets in growing order; the first is the smallest that can be met."""
         least = self.smallest_budget()
-        most = max(least, int(self._lifetimes(frozenset()).memory.max(initial=0)))
+        most = max(least, int(self._lifetimes(_NOTHING).memory.max(initial=0)))
         return sorted({least + (most - least) * rung // RUNGS for rung in range(RUNGS)})
 
     def _is_fast(self, candidate: Candidate | None) -> bool:
@@ -385,42 +410,58 @@ class PlanSearch:
         return candidate is not None and candidate.outcome.step_s <= limit_s
 
     def _best(self, rung: int) -> Candidate | None:
-        """Return the fastest plan for this budget, searched from the recomputed blocks of the rung below."""
-        order = self._order
-        found = self._faster(None, rung, frozenset(order[: self._count]))
-        step = max(1, len(order) // 32 if self._count else len(order) // 4)
-        while step > len(order) // _MANY and order and not self._is_fast(found):
-            for count in (self._count + step, self._count - step):
-                if 0 <= count <= len(order):
-                    candidate = self._faster(found, rung, frozenset(order[:count]))
-                    if candidate is not found:
-                        found, self._count = candidate, count
-                        break
-            else:
-                step //= 2
-        if found is None:
-            for recomputed in self._some_sets():
-                found = self._faster(found, rung, recomputed)
+        """Return the fastest plan for this budget, searched from those for the rung below."""
+        found = self._faster(None, rung, self._first(self._count, 0))
+        found, (self._count, _) = self._climb(found, rung, (self._count, 0), 0)
+        for again in self._some_sets() if found is None else ():
+            found = self._faster(found, rung, again)
+        if found is None or len(self._levels) == 1:
+            return found
+        better, at = self._faster(found, rung, self._first(*self._at)), self._at
+        if better is found:
+            at = len(found.plan.recomputed), 0
+        found, self._at = self._climb(better, rung, at, 2 if at[1] else LEVELS // 4)
         return found
 
-    def _faster(self, best: Candidate | None, rung: int, recomputed: frozenset[int]) -> Candidate | None:
-        """Return the fastest plan with these blocks, if it is faster than ``best``; else ``best``."""
-        lifetimes, hardware = self._lifetimes(recomputed), self._hardware
-        everything = self._everything(recomputed)
-        if int(least_memory(lifetimes, everything).max(initial=0)) > rung:
+    def _climb(
+        self, found: Candidate | None, rung: int, at: tuple[int, int], much: int
+    ) -> tuple[Candidate | None, tuple[int, int]]:
+        """Go from so many blocks and a level to faster ones, with ever smaller steps; ``much``: levels."""
+        blocks = len(self._order)
+        many = max(1, blocks // 32 if at[0] else blocks // 4)
+        while blocks and (many > blocks // _MANY or much) and not self._is_fast(found):
+            moves = (many, 0), (-many, 0), (0, much), (0, -much), (many, much), (-many, -much)
+            for more, higher in moves if much else moves[:2]:
+                near = at[0] + more, at[1] + higher
+                if 0 <= near[0] <= blocks and 0 <= near[1] < len(self._levels) and near != at:
+                    candidate = self._faster(found, rung, self._first(*near))
+                    if candidate is not found:
+                        found, at = candidate, near
+                        break
+            else:
+                many, much = many // 2, much // 2
+        return found, at
+
+    def _faster(self, best: Candidate | None, rung: int, again: Again) -> Candidate | None:
+        """Return the fastest plan that recomputes this, if it is faster than ``best``; else ``best``."""
+        lifetimes, hardware = self._lifetimes(again), self._hardware
+        if best is not None and lifetimes.until_s[-1] >= best.outcome.step_s:
+            return best  # not even without any stall
+        everything = self._everything(again)
+        if self._least(again) > rung:
             return best
-        chosen = self._within(recomputed, rung)
+        chosen = self._within(again, rung)
         choices = [chosen, everything]
         if not self._rounded:
             forms = {
                 i: p.coded for i, p in enumerate(lifetimes.periods) if i in chosen and p.coded is not None
             }
             paying = {i for i, f in forms.items() if f.pays(lifetimes.periods[i].nbytes, hardware)}
-            choices[1:1] = [self._coded(recomputed, rung, some) for some in (forms.keys(), paying)]
+            choices[1:1] = [self._coded(again, rung, some) for some in (forms.keys(), paying)]
         tried: list[Places] = []
         for places in choices:
             # What is coded is in memory, too, while it is read: there it may be too much.
-            if places in tried or int(least_memory(lifetimes, places).max(initial=0)) > rung:
+            if places in tried or _peak(lifetimes, places) > rung:
                 continue
             tried.append(places)
             plan = with_loads(lifetimes, places, hardware, rung)
@@ -430,6 +471,10 @@ class PlanSearch:
             if self._is_fast(best):
                 break
         return best
+
+
+def _peak(lifetimes: Lifetimes, places: Places) -> int:
+    return int(least_memory(lifetimes, places).max(initial=0))
 
 
 def _order(profile: Profile) -> tuple[int, ...]:
@@ -451,6 +496,33 @@ def _order(profile: Profile) -> tuple[int, ...]:
         block.region: int(f"{i:b}"[::-1], 2) / (1 << max(1, i.bit_length())) for i, block in enumerate(useful)
     }
     return tuple(b.region for b in sorted(useful, key=lambda b: (-worth(b), spread[b.region])))
+
+
+def _levels(index: ProfileIndex, order: Sequence[int]) -> Iterator[frozenset[int]]:
+    """Yield growing sets of operators of blocks that need not run again; see [Note: levels].
+
+    Operators of one name whose storages have the same sizes count as equally long: each is measured once.
+    """
+    profile, blocks = index.profile, {block.region: block for block in index.profile.blocks}
+    alike: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
+    for k in (k for region in order for k in range(*blocks[region].again) if index.may_stay(k)):
+        operator = profile.operators[k]
+        sizes = (
+            tuple(profile.storages[s].nbytes for s in each) for each in (operator.inputs, operator.outputs)
+        )
+        alike[operator.name, *sizes].append(k)
+    saves_s = {kind: float(np.median(index.times[ks])) - WATCHED_S for kind, ks in alike.items()}
+    worth = {kind: saves_s[kind] / max(index.nbytes_of(ks[0]), 1) for kind, ks in alike.items()}
+    kinds = sorted((kind for kind in alike if saves_s[kind] > WATCHED_S), key=lambda kind: -worth[kind])
+    each_s = [(k, saves_s[kind]) for kind in kinds for k in alike[kind]]
+    all_s, so_far_s, level = sum(time_s for _, time_s in each_s), 0.0, 1
+    kept: set[int] = set()
+    for k, time_s in each_s:
+        kept.add(k)
+        so_far_s += time_s
+        if so_far_s >= all_s * (level / LEVELS - 1e-9):
+            level = int(so_far_s / all_s * LEVELS + 1e-9) + 1
+            yield frozenset(kept)
 
 
 def plan(profile: Profile, hardware: Hardware, capacity_nbytes: int | None = None) -> ActivationPlan:

@@ -36,7 +36,7 @@ bear the whole delay. Units slow compute no more than when it was measured.
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import partial
 from itertools import pairwise
@@ -45,7 +45,7 @@ from typing import NamedTuple
 from infinity.core.errors import RecipeError
 from infinity.core.lifecycle import SlotState
 from infinity.core.plan import ActivationPlan, Hardware, Outcome, Place, Profile, StoreWait, Traffic
-from infinity.planner.lifetimes import InactivePeriod, Lifetimes, lifetimes_of
+from infinity.planner.lifetimes import InactivePeriod, Lifetimes, ProfileIndex
 from infinity.planner.queues import NOTHING_S, Job, Queues
 
 
@@ -170,7 +170,9 @@ def play(
     Raises:
         RecipeError: The plan was made for another profile, or needs a channel that ``hardware`` lacks.
     """
-    lifetimes = lifetimes_of(profile, plan.recomputed)
+    index = ProfileIndex(profile)
+    unknown = [k for k in plan.kept if k not in index.operators or not index.may_stay(index.operators[k])]
+    lifetimes = index.lifetimes(*index.again(replace(plan, kept={} if unknown else plan.kept)))
     named = {*plan.places, *(key for load in plan.loads for key in (load.slot, load.after or load.slot))}
     named.update(key for wait in plan.waits for key in (wait.at, wait.slot))
     periods = {key: lifetimes.periods[at] for key, at in lifetimes.index.items()}
@@ -179,6 +181,7 @@ def play(
     )
     lacking = [f"slot {k.region}.{k.ordinal}" for k in sorted(named - lifetimes.index.keys())]
     lacking += [f"the codec of slot {k.region}.{k.ordinal}" for k in uncoded]
+    lacking += [f"operator {key.ordinal} {key.name} of block {key.region}" for key in sorted(unknown)]
     lacking += [f"block {region}" for region in sorted(plan.recomputed - {b.region for b in profile.blocks})]
     if lacking:
         raise RecipeError(

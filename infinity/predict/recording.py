@@ -44,7 +44,8 @@ from torch.utils.hooks import RemovableHandle
 from infinity.activations.controller import NamedBlock, recomputable_blocks, tracked
 from infinity.activations.logits import Mode
 from infinity.activations.profiler import Profiler, tensors_in
-from infinity.activations.tensor_cache import LEAST_NBYTES, PassRecord, patched
+from infinity.activations.recompute import patched
+from infinity.activations.tensor_cache import LEAST_NBYTES, PassRecord
 from infinity.core.errors import CheckpointError, library_errors
 from infinity.core.plan import Kind, Phase, Profile, SlotKey
 from infinity.engine.expert_blocks import Call, ExpertBlock

@@ -4,6 +4,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from infinity.activations.controller import recomputable_blocks, tracked
+from infinity.activations.recompute import KeptOperators
 from infinity.activations.store import DirectStore, StagedStore, open_stores
 from infinity.activations.tensor_cache import (
     ActivationPolicy,
@@ -29,6 +31,30 @@ from tests.helpers.limits import HANG_S, comes_true
 
 CPU = torch.device("cpu")
 STORE = uniform(Place.NVME)
+
+
+class _All(dict[Any, int]):
+    """Has anything, endlessly large."""
+
+    def __contains__(self, key: object) -> bool:
+        return True
+
+    def __missing__(self, key: object) -> int:
+        return 1 << 60
+
+
+class KeepsAll(dict[int, KeptOperators]):
+    """For each block: all of its operators' outputs stay, but for those that have to run again."""
+
+    def get(self, region: int, default: object = None) -> KeptOperators:
+        made = KeptOperators({})
+        made.names, made.nbytes = _All(), _All()
+        return made
+
+
+def kept(place: Place) -> ActivationPolicy:
+    """All blocks are recomputed, and nothing of them runs again; what stays is in ``place``."""
+    return replace(uniform(place, recompute=True), kept=KeepsAll())
 
 
 class Stage:

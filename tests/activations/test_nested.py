@@ -10,13 +10,15 @@ from torch.utils.checkpoint import checkpoint
 
 from infinity.activations.tensor_cache import planned, uniform
 from infinity.core.plan import ActivationPlan, Load, Place
-from tests.activations.stage import assert_same, live_slots
+from tests.activations.stage import assert_same, kept, live_slots
 
 WIDTH = 24
 POLICIES = {
     "store": uniform(Place.NVME),
     "recompute": uniform(Place.KEEP, recompute=True),
     "both": uniform(Place.NVME, recompute=True),
+    "recompute nothing": kept(Place.KEEP),
+    "store what is not recomputed": kept(Place.NVME),
 }
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from infinity.activations.codecs import Coding
 from infinity.activations.tensor_cache import planned
-from infinity.core.plan import ActivationPlan, Load, Place, SlotKey, StoreWait
+from infinity.core.plan import ActivationPlan, Load, OperatorKey, Place, SlotKey, StoreWait
 from tests.activations.stage import Stage, assert_same
 from tests.helpers.cases import examples
 
@@ -38,6 +38,18 @@ OPERATORS = {
     "max": lambda a, b: a.max(0).values.expand(N, N),
     "drop": lambda a, b: torch.dropout(a, 0.3, train=True),
 }
+
+
+#: As a plan names operators.
+NAMES = [
+    f"aten.{name}"
+    for name in (
+        "mm.default", "mul.Tensor", "sigmoid.default", "_softmax.default", "native_layer_norm.default",
+        "t.default", "cat.default", "repeat.default", "clone.default", "where.self", "gt.Tensor",
+        "add.Tensor", "add_.Tensor", "mul_.Tensor", "copy_.default", "_to_copy.default", "max.dim",
+        "native_dropout.default", "_unsafe_view.default", "view.default",
+    )
+]  # fmt: skip
 
 
 def _may_be_written(a: Tensor) -> bool:
@@ -124,10 +136,15 @@ def plans(draw, keys: list[SlotKey], blocks: int) -> ActivationPlan:
     after = st.none() | st.sampled_from(keys) if keys else st.none()
     loads = draw(st.lists(st.builds(Load, after, st.sampled_from(keys)), max_size=12)) if keys else []
     recomputed = draw(st.sets(st.integers(0, blocks - 1)))
+    # Of any operator of a block, whether there are so many or not: all that it makes, or less than that.
+    sizes = draw(
+        st.dictionaries(st.tuples(st.sampled_from(NAMES), st.integers(0, 3)), st.sampled_from([N, 1 << 40]))
+    )
+    kept = {OperatorKey(2 * b + 1, *name): nbytes for b in recomputed for name, nbytes in sizes.items()}
     slots = st.sampled_from(keys)
     waits = draw(st.lists(st.builds(StoreWait, slots, st.booleans(), slots), max_size=6)) if keys else []
     return ActivationPlan(
-        "plan", places, tuple(loads), frozenset(2 * b + 1 for b in recomputed),
+        "plan", places, tuple(loads), frozenset(2 * b + 1 for b in recomputed), kept,
         draw(st.sampled_from([None, 0])), tuple(waits),
         {key: draw(st.sampled_from(["bits", "zeros"])) for key in keys if places[key].is_coded},
     )  # fmt: skip

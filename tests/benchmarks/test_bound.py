@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from benchmarks.bound import bound
 from infinity.core.errors import BudgetError
 from infinity.core.plan import Hardware, Profile
-from infinity.planner.search import plan
 from infinity.planner.simulator import play
 from tests.helpers.cases import examples
 from tests.helpers.profiles import (
     MIB,
     budget_between,
     hardware,
+    plan_of_whole_blocks,
     random_hardware,
     random_profiles,
     transformer,
@@ -27,9 +27,9 @@ pytest.importorskip("scipy", reason="an extra: bound")
 @pytest.mark.slow
 @given(random_profiles(), random_hardware(), st.floats(0, 1))
 @examples(100, suppress_health_check=[HealthCheck.too_slow])
-def test_no_plan_beats_the_bound(profile: Profile, channels: Hardware, share: float) -> None:
+def test_no_plan_of_whole_blocks_beats_the_bound(profile: Profile, channels: Hardware, share: float) -> None:
     capacity = budget_between(profile, channels, share)
-    outcome = play(profile, plan(profile, channels, capacity), channels)
+    outcome = play(profile, plan_of_whole_blocks(profile, channels, capacity), channels)
     assert outcome.step_s >= bound(profile, channels, capacity) * (1 - 1e-6) - 1e-9
 
 
@@ -51,7 +51,7 @@ def test_plans_for_transformers_are_within_a_twentieth_of_the_bound(
 ) -> None:
     profile, channels = transformer(layers), hardware(gib_per_s)
     capacity = budget_between(profile, channels, share)
-    planned = play(profile, plan(profile, channels, capacity), channels)
+    planned = play(profile, plan_of_whole_blocks(profile, channels, capacity), channels)
     least_s = bound(profile, channels, capacity)
     print(f"{planned.step_s / least_s - 1:.1%} above the bound")
     assert least_s * (1 - 1e-6) <= planned.step_s <= 1.05 * least_s

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
+import pytest
 from hypothesis import strategies as st
 
 from infinity.core.plan import (
@@ -21,7 +22,7 @@ from infinity.core.plan import (
     StorageUse,
     Traffic,
 )
-from infinity.planner.search import PlanSearch
+from infinity.planner import search
 from infinity.planner.simulator import StepTimeline, play
 
 MIB = 1 << 20
@@ -250,7 +251,14 @@ def random_hardware(draw: st.DrawFn) -> Hardware:
 
 def smallest_budget(profile: Profile, channels: Hardware) -> int:
     """The smallest budget that a plan keeps, however slowly."""
-    return PlanSearch(profile, channels).smallest_budget()
+    return search.PlanSearch(profile, channels).smallest_budget()
+
+
+def plan_of_whole_blocks(profile: Profile, channels: Hardware, capacity_nbytes: int) -> ActivationPlan:
+    """The plan whose recomputed blocks run all of their operators again."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search, "_levels", lambda index, order: ())
+        return search.plan(profile, channels, capacity_nbytes)
 
 
 def play_in_detail(

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from infinity.core.errors import BudgetError, RecipeError
 from infinity.core.plan import ActivationPlan, CodedForm, Hardware, Place, Profile
-from infinity.planner.lifetimes import lifetimes_of
+from infinity.planner import search
+from infinity.planner.lifetimes import ProfileIndex, lifetimes_of
 from infinity.planner.search import places_within, plan, simple_plan
 from infinity.planner.simulator import play
 from tests.helpers.cases import examples, few
@@ -19,6 +20,7 @@ from tests.helpers.profiles import (
     Tape,
     budget_between,
     hardware,
+    plan_of_whole_blocks,
     play_in_detail,
     random_hardware,
     random_profiles,
@@ -35,7 +37,8 @@ fast = examples(25, suppress_health_check=[HealthCheck.too_slow])
 
 def well_formed(profile: Profile, made: ActivationPlan) -> None:
     """Every stored storage is loaded once, in order of need, from a point that backward reaches before."""
-    lifetimes = lifetimes_of(profile, made.recomputed)
+    index = ProfileIndex(profile)
+    lifetimes = index.lifetimes(*index.again(made))
     periods = {period.key: period for period in lifetimes.periods if period.is_named}
     assert all(periods[key].can_leave for key in made.places)
     assert sorted(load.slot for load in made.loads) == sorted(made.places)
@@ -209,6 +212,52 @@ def test_units_traffic_leaves_less_of_the_drive_to_activations() -> None:
     capacity = budget_between(free, channels, 0.3)
     slower, quicker = (play(p, plan(p, channels, capacity), channels).step_s for p in (busy, free))
     assert slower > 1.01 * quicker
+
+
+@given(random_profiles(), random_hardware(), st.floats(0, 1))
+@fast
+def test_operators_that_stay_make_no_plan_slower(profile: Profile, channels: Hardware, share: float) -> None:
+    channels = replace(channels, host_nbytes=0, read_bytes_per_s=1e6, write_bytes_per_s=1e6)  # scarce
+    capacity = budget_between(profile, channels, share)
+    ours, theirs = (each(profile, channels, capacity) for each in (plan, plan_of_whole_blocks))
+    slower, quicker = (play(profile, each, channels).step_s for each in (theirs, ours))
+    assert quicker <= slower * (1 + search.NEGLIGIBLE)
+
+
+def dear_and_cheap() -> Profile:
+    """Blocks of two long operators and two short ones that make more."""
+    tape = Tape()
+    x = tape.run("embedding", 1e-3, [tape.given(4096)], MIB, saves_output=True)
+    for layer in range(6):
+        with tape.block(f"layers.{layer}"):
+            wide = tape.run("product", 2e-2, [x], 4 * MIB, saves=[x], saves_output=True)
+            gelu = tape.run("gelu", 1e-3, [wide], 4 * MIB, saves_output=True)
+            drop = tape.run("dropout", 1e-3, [gelu], 4 * MIB, saves_output=True)
+            x = tape.run("product", 2e-2, [drop], MIB)
+    tape.run("loss", 1e-3, [x], 4, saves=[x])
+    return tape.finish()
+
+
+def test_where_memory_is_scarce_what_is_dear_is_not_computed_again() -> None:
+    profile, none = dear_and_cheap(), Hardware(0.0, 0.0, 0.0, 0.0)
+    capacity = budget_between(profile, none, 0.4)
+    made, whole = plan(profile, none, capacity), plan_of_whole_blocks(profile, none, capacity)
+    assert {(key.name, key.ordinal) for key in made.kept} >= {("product", 0)}
+    assert {*made.kept.values()} <= {MIB, 4 * MIB}
+    before, after = play(profile, whole, none), play(profile, made, none)
+    assert after.step_s < 0.95 * before.step_s
+    assert max(before.peak_nbytes, after.peak_nbytes) <= capacity
+    lost = replace(made, kept={key._replace(ordinal=9): nbytes for key, nbytes in made.kept.items()})
+    with pytest.raises(RecipeError, match="operator 9 product of block 1"):
+        play(profile, lost, none)
+
+
+def test_what_is_random_is_not_kept() -> None:
+    profile, none = dear_and_cheap(), Hardware(0.0, 0.0, 0.0, 0.0)
+    drawing = replace(profile, operators=tuple(replace(o, may_stay=False) for o in profile.operators))
+    capacity = budget_between(profile, none, 0.5)
+    assert plan(profile, none, capacity).kept
+    assert not plan(drawing, none, capacity).kept
 
 
 def test_bytes_that_delay_compute_are_paid_for() -> None:

@@ -16,6 +16,7 @@ from infinity.core.plan import (
     Kind,
     Load,
     Operator,
+    OperatorKey,
     Phase,
     Place,
     Profile,
@@ -25,13 +26,20 @@ from infinity.core.plan import (
     StoreWait,
     Traffic,
 )
-from infinity.planner import simulator
+from infinity.planner import lifetimes, simulator
 from infinity.planner.lifetimes import InactivePeriod, least_memory, lifetimes_of
 from infinity.planner.queues import Job
 from infinity.planner.search import places_within, with_loads, within
 from infinity.planner.search import plan as make_plan
 from infinity.planner.simulator import Channel, Simulator, StepTimeline, play
-from tests.helpers.profiles import hardware, play_in_detail, random_hardware, random_profiles, transformer
+from tests.helpers.profiles import (
+    Tape,
+    hardware,
+    play_in_detail,
+    random_hardware,
+    random_profiles,
+    transformer,
+)
 
 KEEP = ActivationPlan("keep")
 MADE = (Kind.ACTIVATION, Kind.WORKING)
@@ -527,3 +535,23 @@ def test_waits_keep_a_budget_that_stores_are_too_slow_for() -> None:
     assert outcome == Simulator(lifetimes, bound, slow).run()
     assert outcome.peak_nbytes <= capacity
     assert outcome.stall_s > free.stall_s
+
+
+def test_an_operator_that_stays_is_not_paid_for_again_and_its_bytes_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lifetimes, "WATCHED_S", 0.0)
+    tape = Tape()
+    x = tape.run("start", 1.0, [tape.given(0)], 10, saves_output=True)
+    with tape.block("block"):
+        dear = tape.run("dear", 8.0, [x], 100, saves=[x])  # which nobody saves
+        cheap = tape.run("cheap", 2.0, [dear], 1000, saves_output=True)
+        x = tape.run("end", 1.0, [cheap], 10)
+    tape.run("loss", 1.0, [tape.run("head", 1.0, [x], 5000)], 0)
+    profile, none = tape.finish(), Hardware(0.0, 0.0, 0.0, 0.0)
+    whole = ActivationPlan("plan", recomputed=frozenset([1]))
+    kept = replace(whole, kept={OperatorKey(1, "dear", 0): 100})
+    first, second = (play(profile, each, none) for each in (whole, kept))
+    assert first.recompute_s - second.recompute_s == 8.0
+    assert second.recompute_s == 3.0
+    assert second.peak_nbytes == first.peak_nbytes + 100  # in the head

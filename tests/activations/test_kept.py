@@ -1,0 +1,235 @@
+"""Operators of recomputed blocks whose outputs stay: plain PyTorch's bits, and nothing that is stale."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+import infinity
+from infinity.activations import tensor_cache
+from infinity.activations.controller import METERED
+from infinity.activations.recompute import KeptOperators, KeptOutputs
+from infinity.activations.tensor_cache import ActivationPolicy, uniform
+from infinity.core.plan import ActivationPlan, Hardware, Place
+from infinity.engine import runtime as runtime_module
+from infinity.planner import lifetimes, search
+from infinity.recipes.models import GPT, GPTConfig
+from tests.activations.stage import Stage, assert_same, kept
+from tests.helpers.reference import Rule
+from tests.helpers.training import Trained, assert_bitwise, build, optimizer_for, reference, streaming
+
+WIDTH, MOST = 32, 1 << 40
+Inner = Callable[["Block", Tensor], Tensor]
+
+
+class Block(nn.Module):
+    def __init__(self, inner: Inner) -> None:
+        super().__init__()
+        self.inner, self.runs = inner, 0
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        return x + self.inner(self, x).tanh()
+
+
+class Model(nn.Module):
+    def __init__(self, inner: Inner) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.layers = nn.ModuleList([Block(inner) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().sum()
+
+
+def keeps(**nbytes: int) -> ActivationPolicy:
+    """Recompute both blocks, and keep the first operators of these names, with so many bytes."""
+    names = {(f"aten.{name}.default", 0): size for name, size in nbytes.items()}
+    operators = {region: KeptOperators(names) for region in (1, 3)}
+    return replace(uniform(Place.KEEP, recompute=True), kept=operators)
+
+
+def lookups(stage: Stage, inner: Inner, policy: ActivationPolicy, monkeypatch, passes: int = 1) -> list[bool]:
+    """Whether each operator that was looked for was found, in passes that have plain PyTorch's gradients."""
+    ours, theirs = Model(inner), Model(inner)
+    found: list[bool] = []
+    find = KeptOutputs.find
+
+    def noted(self: KeptOutputs, key: tuple[str, int], form: object) -> object:
+        made = find(self, key, form)
+        found.append(made is not None)
+        return made
+
+    monkeypatch.setattr(KeptOutputs, "find", noted)
+    for run in range(passes):
+        x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(run))
+        torch.manual_seed(run)
+        theirs(x).backward()
+        after = torch.get_rng_state()
+        torch.manual_seed(run)
+        with stage.forward(ours, policy):
+            loss = ours(x)
+        loss.backward()
+        del loss
+        assert torch.equal(torch.get_rng_state(), after)
+        assert_same([p.grad for p in ours.parameters()], [p.grad for p in theirs.parameters()])
+        stage.assert_empty()
+    return found
+
+
+def product(block: Block, x: Tensor) -> Tensor:
+    return x @ block.weight
+
+
+def test_what_stays_does_not_run_again(stage, monkeypatch):
+    assert lookups(stage, product, keeps(mm=16 * WIDTH * 4), monkeypatch, 2) == [True] * 4
+
+
+def test_an_operator_that_made_more_than_was_planned_runs_again_with_all_of_its_block(stage, monkeypatch):
+    def twice(block, x):
+        return (x @ block.weight).sigmoid() @ block.weight
+
+    assert lookups(stage, twice, keeps(sigmoid=MOST, mm=16 * WIDTH * 4 - 1), monkeypatch) == [False] * 4
+
+
+def test_what_is_written_later_is_made_again(stage, monkeypatch):
+    def written(block, x):
+        made = x @ block.weight
+        made.view(-1)[::2].mul_(2)
+        return made
+
+    assert lookups(stage, written, keeps(mm=MOST), monkeypatch, 2) == [False] * 4
+
+
+def test_what_is_written_past_torch_is_made_again_and_stays_no_more(stage, monkeypatch):
+    def written(block, x):
+        made = x @ block.weight
+        made.detach().numpy()[:, 0] += 1
+        return made
+
+    policy = keeps(mm=MOST)
+    assert lookups(stage, written, policy, monkeypatch, 3) == [False, False]
+    assert not any(operators.nbytes for operators in policy.kept.values())
+
+
+def test_an_operator_before_which_others_ran_is_not_taken_for_the_one_that_was_kept(stage, monkeypatch):
+    def other_path(block, x):
+        if block.runs % 2:  # forward, not recomputation
+            torch.mm(x.detach() + 1, block.weight.detach())
+        return x @ block.weight
+
+    found = lookups(stage, other_path, keeps(mm=MOST), monkeypatch)
+    assert found == [False, False]
+
+
+def test_an_operator_that_draws_is_made_again_though_it_does_not_say_so(stage, monkeypatch):
+    with torch.library._scoped_library("infinity_test", "DEF") as library:
+        library.define("noise(Tensor x) -> Tensor")
+        library.impl("noise", lambda x: torch.rand(x.shape), "CPU")
+
+        def noisy(block, x):
+            noise = torch.ops.infinity_test.noise(x.detach())
+            return torch.dropout(x @ block.weight, 0.5, train=True) * noise
+
+        names = {("infinity_test.noise.default", 0): MOST}
+        policy = replace(keeps(), kept={region: KeptOperators(names) for region in (1, 3)})
+        assert not any(lookups(stage, noisy, policy, monkeypatch))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("place", [Place.KEEP, Place.NVME])
+def test_attention_stays_where_it_drops_nothing(stage, monkeypatch, dropout, place):
+    def attention(block, x):
+        q, k, v = (
+            part.view(1, 4, 4, WIDTH) for part in (x, x @ block.weight, torch.dropout(x, 0.1, train=True))
+        )
+        return scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True).view(16, WIDTH)
+
+    monkeypatch.setattr(tensor_cache, "LEAST_NBYTES", 1)
+    assert any(lookups(stage, attention, kept(place), monkeypatch))
+
+
+def test_a_block_that_keeps_nothing_is_not_watched(stage):
+    modes = []
+
+    def look(block, x):
+        modes.append(len(_get_current_dispatch_mode_stack()))
+        return x @ block.weight
+
+    policy = keeps(mm=MOST)
+    del policy.kept[1]
+    model = Model(look)
+    with stage.forward(model, policy):
+        loss = model(torch.randn(4, WIDTH))
+    loss.backward()
+    assert modes == [0, 1, 1, 0]
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.compile's own
+def test_a_compiled_function_inside_runs_as_compiled(stage, monkeypatch):
+    def doubled(module, inputs):  # a compiler whose code is not what it was given
+        return lambda *args: [each * 2 for each in module(*args)]
+
+    def made(x, weight):
+        return (x @ weight).sin()
+
+    compiled = torch.compile(made, backend=doubled)
+    x = torch.randn(4, WIDTH)
+    assert torch.equal(compiled(x, torch.eye(WIDTH)), x.sin() * 2)
+    lookups(stage, lambda block, x: compiled(x, block.weight), keeps(mm=MOST), monkeypatch, 2)
+
+
+def factory():
+    torch.manual_seed(1)
+    return GPT(GPTConfig(vocab_size=96, seq_len=32, n_layers=6, d_model=64, n_heads=2)).train()
+
+
+def batch(step, rank=0, world=1):
+    tokens = torch.randint(96, (8, 33), generator=torch.Generator().manual_seed(step))
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:].contiguous()}
+
+
+@pytest.mark.thorough
+def test_a_plan_without_a_drive_keeps_operators_and_its_peak_and_changes_no_bit(tmp_path, monkeypatch):
+    monkeypatch.setattr(tensor_cache, "LEAST_NBYTES", 8 * 2**10)
+    monkeypatch.setattr(runtime_module, "measure_hardware", lambda *args: Hardware(0.0, 0.0, 0.0, 0.0))
+    for module in (lifetimes, search):  # these operators take no longer than that
+        monkeypatch.setattr(module, "WATCHED_S", 0.0)
+
+    def half_way(plans: search.PlanSearch) -> ActivationPlan:
+        """Half of what keeping everything takes beyond the least."""
+        made = plans.fastest((plans.smallest_budget() + plans.keep.outcome.peak_nbytes) // 2)
+        return replace(made, capacity_nbytes=None)
+
+    monkeypatch.setattr(search.PlanSearch, "without_slowdown", half_way)
+    trained, count = Trained(), METERED + 2
+    model = build(factory, "bf16", streaming(tmp_path, "memory.activations=plan", "memory.codec=never"))
+    optimizer = optimizer_for(model, Rule())
+    try:
+        for step in range(count):
+            loss = model(**batch(step)).loss
+            loss.backward()
+            optimizer.step()
+            trained.losses.append(loss.item())
+            trained.norms.append(optimizer.grad_norm)
+        trained.weights = infinity.state_dict(model)
+        activations = optimizer.runtime.activations
+    finally:
+        optimizer.close()
+    plan = activations.planning.plan
+    assert plan.recomputed
+    assert plan.kept
+    operators = activations.cache.planned.kept
+    assert {(key.region, (key.name, key.ordinal)) for key in plan.kept} == {
+        (region, key) for region, each in operators.items() for key in each.trusted
+    }
+    assert activations.metered_nbytes <= activations.planning.predicted.peak_nbytes
+    assert activations.metered_nbytes >= 0.97 * activations.planning.predicted.peak_nbytes
+    assert_bitwise(trained, reference(factory, batch, steps=count))
