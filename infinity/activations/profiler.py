@@ -109,7 +109,7 @@ class Call(NamedTuple):
     phase: Phase
     region: int
     node: int
-    may_stay: bool
+    may_stay: bool = True
 
 
 @dataclass(slots=True)
