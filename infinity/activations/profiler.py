@@ -215,7 +215,7 @@ class Recording:
                 spans[current] = spans.get(current, (at, at))[0], at + 1
         for index, mark in enumerate(regions):
             if index in spans:
-                forward, saved = (mark.begin, mark.end), min(max(mark.saved, mark.begin + 1), mark.end)
+                forward, saved = (mark.begin, mark.end), min(mark.saved, mark.end)
                 yield BlockCall(mark.name, mark.region, forward, spans[index], mark.inputs, saved)
 
 
