@@ -45,9 +45,9 @@ from infinity.activations.controller import NamedBlock, recomputable_blocks, tra
 from infinity.activations.logits import Mode
 from infinity.activations.profiler import Profiler, tensors_in
 from infinity.activations.recompute import patched
-from infinity.activations.tensor_cache import LEAST_NBYTES, PassRecord
+from infinity.activations.tensor_cache import LEAST_NBYTES, ActivationPolicy, PassRecord
 from infinity.core.errors import CheckpointError, library_errors
-from infinity.core.plan import Kind, Phase, Profile, SlotKey
+from infinity.core.plan import Kind, Phase, Place, Profile, SlotKey
 from infinity.engine.expert_blocks import Call, ExpertBlock
 from infinity.engine.hooks import Hooks, register_forward_hooks
 from infinity.partition.init_context import install_parameter_dict
@@ -306,7 +306,8 @@ class _RecordedHooks(Hooks):
         prefetcher, pins, gradients = (cast(Any, _Told(made, part)) for part in _PARTS)
         activations = cast(Any, SimpleNamespace(open=lambda model: tracked(blocks, cast(Any, self))))
         super().__init__(units, leaves, activations, prefetcher, pins, gradients, lambda: None)
-        self.profiler, self.record = made, PassRecord(cast(Any, made))  # asked what it recomputes
+        self.profiler = made
+        self.record = PassRecord(ActivationPolicy(lambda key: Place.KEEP, made.recomputes))
         self.taking: list[RemovableHandle] = []  # removed later: in another record they would take gradients
         self._by_storage = {_storage(place[1].param): place for place in units.segments()}
         self._buffers = {_storage(buffer) for buffer in model.buffers() if buffer is not None}
