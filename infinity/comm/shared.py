@@ -32,7 +32,7 @@ import torch
 from infinity.comm.collectives import Collectives
 from infinity.comm.peers import Peers
 from infinity.core.errors import BudgetError, copied
-from infinity.core.nbytes import HUGE_NBYTES, Transfer, rounded
+from infinity.core.nbytes import HUGE_NBYTES, Transfer, aligned, rounded
 from infinity.device.machine import total_host_nbytes
 from infinity.device.memory import HostBuffer
 
@@ -132,7 +132,8 @@ class SharedSlice(HostBuffer):
         self._unlock, self._owner, own = None, memory, begin + memory.rank * nbytes
         self.begun = 0  # updates of the place, of which each rank has written so many:
         self.written = np.frombuffer(memory.map, np.int64, memory.world_size, counts)
-        self._part = mmap.MADV_REMOVE, own, nbytes
+        pages = aligned(own, mmap.PAGESIZE), (own + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        self._part = mmap.MADV_REMOVE, pages[0], pages[1] - pages[0]  # others have bytes of other pages
         self.memory = memoryview(memory.map)[own : own + nbytes]
         count = memory.world_size * nbytes
         self.whole = torch.frombuffer(memory.map, dtype=torch.uint8, count=count, offset=begin)

@@ -258,3 +258,19 @@ def test_a_killed_rank_ends_the_others_which_name_it(in_step):
     assert other.error_type == "PeerError", other
     assert "rank 1" in other.message
     assert not other.hung
+
+
+def test_a_slice_that_is_given_back_leaves_those_of_other_ranks():
+    """Slices are no whole pages: the last page of one has the first bytes of the next."""
+    with open(os.memfd_create("test"), "r+b") as file, contextlib.closing(HostPool(2**30)) as pool:
+        os.ftruncate(file.fileno(), 2**30)
+        memories = [shared.NodeMemory(rank, 3, os.dup(file.fileno())) for rank in range(3)]
+        leases = [pool.lease(9000, who="weights", made=memory.slice) for memory in memories]
+        for lease in leases:
+            lease.tensor.fill_(1)
+        for gone in (0, 1):
+            leases[gone].release()
+            assert all(bool((lease.tensor == 1).all()) for lease in leases[gone + 1 :])
+        assert int(shared.np.frombuffer(memories[2].map, "u1", 27000, HUGE_NBYTES)[:8192].max()) == 0
+        for memory in memories:
+            memory.close()
