@@ -86,11 +86,20 @@ class Run(NamedTuple):
 
 
 def runs_of(events: Sequence[Event], can_stay: Collection[int] = ()) -> tuple[Run, ...]:
-    """Return the runs of a pass, in order; units of ``can_stay`` may be updated where they are."""
-    uses = ((event.unit, position) for position, event in enumerate(events) if event.kind is Kind.USE)
-    grouped = ((unit, [position for _, position in each]) for unit, each in groupby(uses, itemgetter(0)))
+    """Return the runs of a pass, in order; units of ``can_stay`` may be updated where they are.
+
+    A unit that is used after its update began, for what is frozen in it, has a run of its own for that.
+    """
+    uses, done, again = list[tuple[tuple[int, bool], int]](), set[int](), set[int]()
+    for position, (kind, unit) in enumerate(events):
+        if kind is _USE:
+            uses.append(((unit, unit in done), position))
+            again |= done & {unit}
+        elif kind is _DONE:
+            done.add(unit)
+    grouped = ((unit, [position for _, position in each]) for (unit, _), each in groupby(uses, itemgetter(0)))
     spans = [(unit, positions[0], positions[-1]) for unit, positions in grouped]
-    updated = {event.unit for event in events if event.kind is Kind.DONE and event.unit not in can_stay}
+    updated = done.difference(can_stay) | again
     following = {unit: float(len(spans) + i) for i, (unit, _, _) in reversed([*enumerate(spans)])}
     following |= dict.fromkeys(updated, math.inf)
     runs: list[Run] = []
@@ -191,7 +200,10 @@ class Keeping(Memory):
         self.pins.clear()
         self._farthest.clear()
         for unit, run in list(self.present.items()):
-            self._expect(unit, run - len(self.runs))
+            if math.isinf(run):  # it was used after its update began
+                self.drop(unit)
+            else:
+                self._expect(unit, run - len(self.runs))
 
     def _look_ahead(self, position: int) -> None:
         """Fetch the units of the next :data:`LEAD` runs, as far as they fit beside what is held."""
