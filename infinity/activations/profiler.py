@@ -109,7 +109,7 @@ class Call(NamedTuple):
     phase: Phase
     region: int
     node: int
-    may_stay: bool = True
+    may_stay: bool
 
 
 @dataclass(slots=True)

@@ -322,6 +322,7 @@ class _RecordedHooks(Hooks):
         return None if place is None else place[0]
 
     def pack(self, tensor: Tensor) -> Any:
+        self.profiler.saves()
         unit = self.unit_of(tensor)
         small = tensor.untyped_storage().nbytes() < LEAST_NBYTES
         if unit is not None or small or _storage(tensor) in self._buffers:

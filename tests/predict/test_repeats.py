@@ -104,6 +104,8 @@ def test_what_is_repeated_of_some_blocks_is_what_all_of_them_record(
     monkeypatch.setattr(repeats, "record_step", noted)
     some = planned(tmp_path, case)
     assert all(ran), "all blocks ran"
+    marks = (block.forward[0] < block.saved <= block.forward[1] for block in some.profile.blocks)
+    assert all(marks) or some.policy == "recompute", "what autograd saves is not marked"
     monkeypatch.setattr(repeats, "find_rounds", lambda kinds: [])
     every = planned(tmp_path, case)
     assert not ran[-1]
