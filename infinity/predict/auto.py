@@ -239,12 +239,12 @@ def _followed(recipe: Recipe, ranks: int, device: torch.device) -> list[object]:
     optim = recipe.optim  # its states and their bytes, not its rates
     rule = optim.name, optim.master, optim.options, optim.groups, optim.ema
     more = *rule, recipe.clips, recipe.packing, adapters, LEAST_GAIN, ranks
-    versions = version("infinity-offload"), torch.__version__
-    return [values, files, *more, *versions, *_identity(recipe, device)]
+    return [values, files, *more, *_identity(recipe, device)]
 
 
 def _identity(recipe: Recipe, device: torch.device) -> Iterator[object]:
-    """Yield what tells this machine from others, and from itself with other parts."""
+    """Yield what tells this machine from others, and from itself with other parts or software."""
+    yield from (version("infinity-offload"), torch.__version__)
     yield from (platform.node(), usable_cores(), total_host_nbytes())
     if device.type != "cpu":
         yield from (name_of(device), torch.accelerator.device_count())
