@@ -20,14 +20,13 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from infinity.activations.recompute import in_backward, must_run
+from infinity.activations.recompute import in_backward, must_run, written_by
 from infinity.core.plan import (
     BlockCall,
     CodedForm,
@@ -219,19 +218,6 @@ class Recording:
                 yield BlockCall(mark.name, mark.region, forward, spans[index], mark.inputs, saved)
 
 
-@cache
-def _written(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return the arguments that an operator writes: positions, and names (``out=``, which it only writes)."""
-    schema = getattr(func, "_schema", None)  # operators of higher order, as flex_attention, have none
-    written = [
-        (position, argument)
-        for position, argument in enumerate(schema.arguments if schema else ())
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    positions = tuple(position for position, argument in written if not argument.kwarg_only)
-    return positions, tuple(argument.name for _, argument in written)
-
-
 class Profiler(TorchDispatchMode):
     """Records the operators inside ``with``: one micro-batch, with its update or without.
 
@@ -274,7 +260,7 @@ class Profiler(TorchDispatchMode):
         came_s, recorded = time.perf_counter(), self._recorded
         if recorded.phase is Phase.FORWARD and in_backward():
             self.backward_begins()
-        positions, names = _written(func)
+        positions, names = written_by(func)
         reads = (*args, *(value for name, value in kwargs.items() if name not in names))
         writes = [args[position] for position in positions if position < len(args)]
         writes += [kwargs[name] for name in names if name in kwargs]

@@ -186,6 +186,19 @@ def _makes_all(operator: Any) -> bool:
 
 
 @cache
+def written_by(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Return the arguments that an operator writes: positions, and names (``out=``, which it only writes)."""
+    schema = getattr(func, "_schema", None)  # operators of higher order, as flex_attention, have none
+    written = [
+        (position, argument)
+        for position, argument in enumerate(schema.arguments if schema else ())
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    positions = tuple(position for position, argument in written if not argument.kwarg_only)
+    return positions, tuple(argument.name for _, argument in written)
+
+
+@cache
 def _dropout_at(operator: Any) -> int | None:
     arguments = operator._schema.arguments
     return next((at for at, argument in enumerate(arguments) if argument.name == "dropout_p"), None)
@@ -245,6 +258,7 @@ class KeptOutputs:
         self.operators = operators
         self._pack, self._unpack = saving_hooks()
         self._outputs: dict[tuple[str, int], _Output] = {}
+        self._of: dict[int, tuple[str, int]] = {}  # by storage
         self._gave_up = False
 
     def save(self, key: tuple[str, int], form: object, made: Any) -> None:
@@ -262,6 +276,14 @@ class KeptOutputs:
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
             kept = [self._saved(leaf, known) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._outputs[key] = _Output(form, kept, spec)
+        self._of |= dict.fromkeys(storages, key)
+
+    def forget(self, written: Sequence[Any]) -> None:
+        """Forget what is written, also by those of its aliases that have a count of their own."""
+        for leaf in tree_leaves(written) if self._of else ():
+            if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
+                key = self._of.pop(leaf.untyped_storage()._cdata, None)
+                self._outputs.pop(key, None) if key is not None else None
 
     def _saved(self, tensor: Tensor, known: bool) -> _Saved:
         counter = tensor.detach()
@@ -319,6 +341,9 @@ class Watch(TorchDispatchMode):
         name, kwargs = _name_of(func), kwargs or {}
         if _makes_all(func) and name not in _UNEVEN:
             self._ran = hash((self._ran, name))
+        positions, names = written_by(func)
+        if names and not self._again:
+            self._outputs.forget([*(args[i] for i in positions if i < len(args)), *map(kwargs.get, names)])
         if name not in self._names:
             return func(*args, **kwargs)
         key = name, self._numbers[name]

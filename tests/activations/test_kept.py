@@ -119,6 +119,17 @@ def test_what_is_written_past_torch_is_made_again_and_stays_no_more(stage, monke
     assert not any(operators.nbytes for operators in policy.kept.values())
 
 
+@pytest.mark.parametrize("counts", [True, False])
+def test_what_an_alias_writes_is_made_again_though_this_write_changes_nothing(stage, monkeypatch, counts):
+    def written(block, x):
+        made = x.view(2, 8, WIDTH) @ block.weight  # an alias of mm's output whose writes it does not count
+        wave = (made * 2).sin()
+        (made if counts else made.data).add_(0.0)  # as an adapter does before its first update
+        return (made + wave).view(16, WIDTH)
+
+    assert lookups(stage, written, keeps(mm=MOST), monkeypatch) == [False, False]
+
+
 def test_an_operator_before_which_others_ran_is_not_taken_for_the_one_that_was_kept(stage, monkeypatch):
     def other_path(block, x):
         if block.runs % 2:  # forward, not recomputation
