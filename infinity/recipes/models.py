@@ -35,6 +35,7 @@ _PACKING_ATTENTION = ("sdpa", "eager", "flex_attention")
 class GPTConfig(Config):
     """Sizes of a :class:`GPT`."""
 
+    kind: Literal["gpt"] = setting("gpt", "architecture")
     vocab_size: int = setting(256, "vocabulary size", Valid(2, 2**31 - 1))
     seq_len: int = setting(256, "sequence length", Valid(1, 2**31 - 1))
     n_layers: int = setting(6, "transformer blocks", Valid(1, 2**20))
