@@ -175,8 +175,9 @@ class Checkpoint(StoredTensors):
         elif pickled := sorted(path.name for path in self.path.glob("pytorch_model*.bin")):
             raise CheckpointError(
                 f"{self.path} holds pickled weights ({pickled[0]}), which are not read. If you trust them, "
-                f"{SAFETENSORS} is written beside them: from transformers import AutoModelForCausalLM; "
-                "AutoModelForCausalLM.from_pretrained(DIR, dtype='auto').save_pretrained(DIR)"
+                f"{SAFETENSORS} is written beside them: import transformers; "
+                "kind = transformers.AutoConfig.from_pretrained(DIR).architectures[0]; "
+                "getattr(transformers, kind).from_pretrained(DIR, dtype='auto').save_pretrained(DIR)"
             )
         else:
             raise CheckpointError(

@@ -307,8 +307,9 @@ def test_saving_knows_the_conversions_that_loading_used(saved, load):
     assert [repr(each) for each in model._weight_conversions] == used != []
 
 
-def test_pickled_weights_are_refused_with_the_line_that_converts_them(saved, load):
-    directory, plain, _ = saved("gpt2")
+@pytest.mark.parametrize("name", ["gpt2", "vit"])
+def test_pickled_weights_are_refused_with_the_line_that_converts_them(saved, load, name):
+    directory, plain, _ = saved(name)
     expected = plain()
     torch.save(load_file(directory / "model.safetensors"), directory / "pytorch_model.bin")
     (directory / "model.safetensors").unlink()

@@ -44,6 +44,10 @@ def test_a_file_says_only_what_differs_and_the_command_line_has_the_last_word(tm
     assert (recipe.optim.lr, recipe.optim.betas) == (1e-3, (0.8, 0.9))
 
 
+def test_what_runs_of_before_have_in_their_folders_is_read(tmp_path: Path) -> None:
+    assert load_recipe(write(tmp_path, "model: {kind: gpt}")) == Recipe()
+
+
 def test_a_list_may_be_written_as_its_only_item() -> None:
     recipe = load_recipe(overrides=["memory.nvme=/x", "data.files=stdlib"])
     assert recipe.memory.nvme == ("/x",)
