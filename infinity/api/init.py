@@ -70,7 +70,9 @@ register_module_module_registration_hook(_refuse_wrappers)
 
 
 def resume(model: nn.Module, optimizer: "own.Optimizer") -> int:
-    """Restore the last committed step of the run that the recipe names, and return its number (0: a new run).
+    """Restore the last committed step of the run that the recipe names, and return where its loop goes on.
+
+    That is the number of the optimizer's ``step()`` calls until then, skipped ones, too; 0: a new run.
 
     Weights, optimizer states, learning rates, loss scale, buffers, random generators, and what the optimizer
     follows, become bitwise those of that step. Every rank must call, once, before the first forward pass. The
@@ -92,7 +94,7 @@ def resume(model: nn.Module, optimizer: "own.Optimizer") -> int:
     others = () if saved.own is not None else saved.ranks.values()
     of_others = [unpack(each.record.state) for each in others]
     optimizer.load_committed(unpack(saved.state(runtime.ranks.rank)), of_others)
-    return saved.step
+    return saved.step + optimizer.skips
 
 
 class Init:

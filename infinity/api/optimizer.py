@@ -121,7 +121,7 @@ class Optimizer(torch.optim.Optimizer):
         self._norms: dict[Any, float] = {}  # of the last step, by the key ``adapter`` of groups
         #: Norms of gradients that clip_grad_norm_ has completed, and what they are clipped to.
         self._clipped: tuple[dict[Any, float], dict[Any, float]] | None = None
-        self.steps = 0
+        self.steps = self.skips = 0  # calls of step() that updated, and that did not
         self._followed: dict[str, Stateful] = {}
         self.follow(**(follow or {}))
         self._reported = self._totals()
@@ -215,6 +215,7 @@ class Optimizer(torch.optim.Optimizer):
                 executor.commit(norms, limits)
                 self._norms = norms
                 self.steps += not self.skipped
+                self.skips += self.skipped
                 if self.scaler is not None:
                     self.scaler.update(self.skipped)
                 self._scaled = False
@@ -311,7 +312,7 @@ class Optimizer(torch.optim.Optimizer):
         generators = generator_states(self.runtime.ranks.device)
         state: dict[str, Any] = {"generators": generators, "buffers": self._written_buffers()}
         state["adapters"] = dict(adapters_of(self.model).generators)
-        state |= {"follow": follow, "steps": self.steps, "rule": self.rule.name}
+        state |= {"follow": follow, "steps": self.steps, "skips": self.skips, "rule": self.rule.name}
         sums, params = self.runtime.executor().updates.hypers.sums, self._params()
         state["kept"] = {self._name_of(p): [*sums.was[id(p)][0]] for p in params if id(p) in sums.was}
         state["sums"] = {self._name_of(p): sums.own(p) for p in params if sums.owners.get(id(p))}
@@ -390,7 +391,7 @@ class Optimizer(torch.optim.Optimizer):
         for name, part in (each for of in (state, *others) for each in of["sums"].items()):
             parts.setdefault(ids.get(name), []).append(part)
         self._hold_sums().updates.hypers.sums.load(parts)
-        self.steps = state["steps"]
+        self.steps, self.skips = state["steps"], state.get("skips", 0)
         if self.scaler is not None and "loss_scaler" in state:
             self.scaler.load_state_dict(state["loss_scaler"])
 

@@ -473,3 +473,27 @@ def same(ours: Any, theirs: Any, where: str = "") -> None:
             same(a, b, f"{where}/{number}")
     else:
         assert ours == theirs, where
+
+
+def test_a_loop_by_numbers_goes_on_behind_steps_that_were_skipped(tmp_path):
+    batches = [torch.full((2, 8), float(number + 1)) for number in range(5)]
+    batches[1][0, 0] = torch.inf  # its gradients are not finite
+
+    def lives(nvme: Path, *ends: int) -> tuple[list[int], torch.Tensor]:
+        starts, weight = [], torch.empty(0)
+        for end in ends:
+            torch.manual_seed(0)
+            model = build(lambda: nn.Linear(8, 8), "fp32", [f"memory.nvme=[{nvme}]", "run.name=mine"])
+            optimizer = infinity.AdamW(model, lr=0.1)
+            starts.append(infinity.resume(model, optimizer))
+            for batch in batches[starts[-1] : end]:
+                model(batch).square().sum().backward()
+                optimizer.step()
+            with infinity.gathered(model):
+                weight = model.weight.detach().clone()
+            infinity.close(model, keep=end < len(batches))
+        return starts, weight
+
+    (_, whole), (starts, parts) = lives(tmp_path / "a", 5), lives(tmp_path / "b", 3, 5)
+    assert starts == [0, 3]
+    assert torch.equal(whole, parts)
