@@ -117,7 +117,6 @@ class Optimizer(torch.optim.Optimizer):
                 "several adapters in fp16, where each would need a loss scale: set train.dtype=bf16 or fp32"
             )
         self.scaler = LossScaler(self.runtime.config.loss_scale) if fp16 else None
-        self._scaled = False
         self._norms: dict[Any, float] = {}  # of the last step, by the key ``adapter`` of groups
         #: Norms of gradients that clip_grad_norm_ has completed, and what they are clipped to.
         self._clipped: tuple[dict[Any, float], dict[Any, float]] | None = None
@@ -189,7 +188,7 @@ class Optimizer(torch.optim.Optimizer):
         """Return ``loss`` times the loss scale in fp16 training, and ``loss`` itself in other dtypes."""
         if self.scaler is None:
             return loss
-        self._scaled = True
+        self.scaler.scaled = True
         self.runtime.executor().updates.hypers.loss_scale = self.scaler.scale
         return loss * self.scaler.scale
 
@@ -218,7 +217,6 @@ class Optimizer(torch.optim.Optimizer):
                 self.skips += self.skipped
                 if self.scaler is not None:
                     self.scaler.update(self.skipped)
-                self._scaled = False
                 self.runtime.records.record(self._small_state)
         return loss
 
@@ -264,7 +262,7 @@ class Optimizer(torch.optim.Optimizer):
             )
         synced = executor.gradients.completions.synced
         if synced or self.runtime.ranks.world_size > 1:  # others may have gradients
-            if self.scaler is not None and synced and not self._scaled:
+            if self.scaler is not None and synced and not self.scaler.scaled:
                 raise StateError(
                     "fp16 needs its loss scaled: write optimizer.scale(loss).backward(), or set train.dtype"
                 )

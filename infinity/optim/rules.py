@@ -391,8 +391,10 @@ class LossScaler:
     scale: float
     interval: int = 2000
     good_steps: int = 0
+    scaled: bool = False  # a loss of this step
 
     def update(self, found_inf: bool) -> None:
+        self.scaled = False
         self.good_steps = 0 if found_inf else self.good_steps + 1
         if found_inf:
             self.scale /= 2
