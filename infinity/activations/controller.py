@@ -143,11 +143,14 @@ def _recomputed(
     def call(*leaves: Any) -> Any:
         nonlocal runs_again
         args, kwargs = tree_unflatten(leaves, spec)
-        restored = _restored_buffers(module) if runs_again else nullcontext()
-        watched = nullcontext() if outputs is None else Watch(outputs, again=runs_again)
-        runs_again = True
+        again, runs_again = runs_again, True
+        restored = _restored_buffers(module) if again else nullcontext()
+        watched = nullcontext() if outputs is None else Watch(outputs, again=again)
         with restored, watched:
-            return own(*args, **kwargs)
+            made = own(*args, **kwargs)
+        if outputs is not None and not again:
+            outputs.forget(made)  # whoever called the block may write it
+        return made
 
     # Twice through a cache of keys and values would put them there twice.
     leaves = [None if _is_kv_cache(leaf) else leaf for leaf in leaves]

@@ -278,7 +278,7 @@ class KeptOutputs:
         self._outputs[key] = _Output(form, kept, spec)
         self._of |= dict.fromkeys(storages, key)
 
-    def forget(self, written: Sequence[Any]) -> None:
+    def forget(self, written: Any) -> None:
         """Forget what is written, also by those of its aliases that have a count of their own."""
         for leaf in tree_leaves(written) if self._of else ():
             if isinstance(leaf, Tensor) and leaf.layout is torch.strided:

@@ -130,6 +130,22 @@ def test_what_an_alias_writes_is_made_again_though_this_write_changes_nothing(st
     assert lookups(stage, written, keeps(mm=MOST), monkeypatch) == [False, False]
 
 
+def test_what_a_block_returns_is_made_again_as_its_caller_may_write_it(stage, monkeypatch):
+    def returned(block, x):
+        made = x.view(2, 8, WIDTH) @ block.weight
+        return made, (made * 2).sin()
+
+    def forward(model, x):
+        for layer in model.layers:
+            made, wave = layer(x)
+            x = (made.add_(0.0) + wave).view(16, WIDTH)
+        return x.square().sum()
+
+    monkeypatch.setattr(Block, "forward", lambda self, x: self.inner(self, x))
+    monkeypatch.setattr(Model, "forward", forward)
+    assert lookups(stage, returned, keeps(mm=MOST), monkeypatch) == [False] * 2
+
+
 def test_an_operator_before_which_others_ran_is_not_taken_for_the_one_that_was_kept(stage, monkeypatch):
     def other_path(block, x):
         if block.runs % 2:  # forward, not recomputation
