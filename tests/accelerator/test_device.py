@@ -65,7 +65,7 @@ def test_memory_that_is_locked_already_is_refused_and_nothing_after_it() -> None
     device = torch.device("sim", 0)
     buffer = HostBuffer(4096, device)
     with pytest.raises(BudgetError, match="could not page-lock 4 KiB of host memory"):
-        buffer.lock()
+        buffer.lock(buffer.tensor)
     torch.ones(3, device=device)
     buffer.close()
 

@@ -21,7 +21,7 @@ EXEMPT = {
         "only of slices that are given up for room before their unit is reduced, on the same stream"
     ),
     "device/machine.py multiply_s": "only times are read there",
-    "device/memory.py HostBuffer.close": "copies have ended before a pool closes; test_pool.py shows it",
+    "device/memory.py HostBuffer.unlock": "copies have ended before a pool closes; test_pool.py shows it",
     "device/memory.py _unlock_pages": "only of a model that was dropped; test_device.py shows it",
     "device/memory.py Pool._await_lease": "without it the thread looks again and again",
     "device/memory.py DevicePool.unmap_leased": "only training that has failed leaves leases",
