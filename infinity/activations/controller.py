@@ -40,6 +40,7 @@ from infinity.activations.recompute import (
     KeptOutputs,
     Watch,
     in_backward,
+    is_compiled,
     patched,
     recomputed,
     untraced,
@@ -83,7 +84,7 @@ def recomputable_blocks(model: nn.Module) -> list[NamedBlock]:
         is_list = isinstance(module, nn.ModuleList)
         if listed and not is_list and next(module.parameters(), None) is not None:
             yield NamedBlock(name, module)
-        elif module._compiled_call_impl is None and "_orig_mod" not in module._modules:
+        elif not is_compiled(module):
             for child_name, child in module.named_children():
                 yield from blocks_in(child, f"{name}.{child_name}" if name else child_name, is_list)
 
@@ -113,7 +114,7 @@ def _forward(
     # Asked of every block's cache, recomputed or not: it is filled after the pass came to it first.
     empty = [record.was_empty(leaf) for leaf in leaves if _is_kv_cache(leaf)]
     if profiler is not None:
-        profiler.enter_region(region, block.name)
+        profiler.enter_region(region, block.name, any(map(is_compiled, block.module.modules())))
     try:
         if record.policy.recomputes(region) and all(empty):
             return _recomputed(block.module, own, record.policy.kept.get(region), args, kwargs)

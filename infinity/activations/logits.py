@@ -30,7 +30,7 @@ from torch.overrides import has_torch_function_unary
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from infinity.activations.recompute import Unwritten, patched, untraced
+from infinity.activations.recompute import Unwritten, is_compiled, patched, untraced
 from infinity.core.errors import StateError
 
 Mode = Literal["auto", "whole", "slices"]
@@ -50,7 +50,7 @@ def find_head(model: nn.Module) -> nn.Module | None:
     """Return the linear layer that makes the logits of ``model``; None: there is none, or it is compiled."""
     module: Any
     for module in model.modules():
-        if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
+        if is_compiled(module):
             return None  # torch.compile looks into what pending logits hide
         if hasattr(module, "get_output_embeddings"):
             head = module.get_output_embeddings()

@@ -233,6 +233,7 @@ class Profiler(TorchDispatchMode):
         self._device = torch.device(device)
         self._on_cpu = self._device.type == "cpu"
         self._recorded = Recording()
+        self._compiled = False  # the block that runs
         self._pauses = 0
         self._own_s = 0.0  # seconds that a plain step would not take
         self._wall_s = 0.0
@@ -274,13 +275,14 @@ class Profiler(TorchDispatchMode):
             node = running_node() if phase is Phase.BACKWARD else NO_NODE
             region = recorded.region if phase is Phase.FORWARD else -1
             outputs = tuple(dict.fromkeys((*written, *made)))
-            stays = not must_run(func, args, kwargs)
+            stays = not (self._compiled or must_run(func, args, kwargs))
             recorded.calls.append(Call(name, times, read, outputs, phase, region, node, stays))
         self._own_s += time.perf_counter() - came_s - (times[1] - times[0] if self._on_cpu else 0.0)
         return result
 
-    def enter_region(self, region: int, name: str) -> None:
-        self._recorded.region = region
+    def enter_region(self, region: int, name: str, compiled: bool = False) -> None:
+        """Begin a block's forward; operators of a ``compiled`` one cannot be told apart in other steps."""
+        self._recorded.region, self._compiled = region, compiled
         self._recorded.regions.append(RegionMark(region, name, len(self._recorded.calls), nodes_made()))
 
     def leave_region(self, region: int, inputs: Sequence[Tensor]) -> None:
@@ -289,7 +291,7 @@ class Profiler(TorchDispatchMode):
         mark.end, mark.end_node = len(self._recorded.calls), nodes_made()
         found = self._indices(inputs, Kind.INPUT, "input")
         mark.inputs = tuple(i for i in found if self._recorded.storages.lives[i].kind is not Kind.WEIGHT)
-        self._recorded.region = region + 1
+        self._recorded.region, self._compiled = region + 1, False
 
     def saves(self) -> None:
         """Mark that autograd saves something now."""

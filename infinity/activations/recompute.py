@@ -23,7 +23,7 @@ from functools import cache, wraps
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -48,6 +48,11 @@ def untraced(function: F) -> F:
         return (function if _tracing() is None else disabled)(*args, **kwargs)
 
     return cast(F, torch.compiler.disable(call, recursive=False))  # type: ignore[no-untyped-call]
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether ``module`` was given to torch.compile; what it contains may have been, or not."""
+    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 
 @contextmanager
@@ -167,7 +172,7 @@ def recomputed(function: Callable[..., Any], *leaves: Any) -> Any:
 
 
 #: Operators that one run of a block may have more than another, as views: what gathers weights or packs saved
-#: tensors runs some, and autocast remembers what it has cast.
+#: tensors runs some, and autocast remembers what it has cast. So their numbers say nothing.
 _UNEVEN = frozenset(
     f"aten.{name}" for name in ("detach.default", "alias.default", "_to_copy.default", "empty.memory_format")
 )
@@ -205,8 +210,8 @@ def _dropout_at(operator: Any) -> int | None:
 
 
 def must_run(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether recomputation has to run an operator: it may be random, or its results not its own."""
-    if not _makes_all(operator):
+    """Return whether recomputation has to run an operator: it may draw, or make views, or be uneven."""
+    if not _makes_all(operator) or _name_of(operator) in _UNEVEN:
         return True
     if torch.Tag.nondeterministic_seeded not in operator.tags:
         return False
@@ -239,7 +244,7 @@ class _Saved(NamedTuple):
     packed: Any
     counter: Tensor
     version: int
-    sum: int | None
+    sum: int | None  # of bits; None: its operator is trusted
 
 
 class _Output(NamedTuple):
@@ -376,13 +381,8 @@ def _generators(devices: Collection[torch.device]) -> list[Tensor]:
     return [*others, torch.get_rng_state()] if devices else []
 
 
-def _sum(tensor: Tensor) -> int | None:
-    """Return a sum of the bits of a tensor without gaps; None: it has some."""
-    end, bits = tensor.storage_offset() + tensor.numel(), tensor.numel() * tensor.itemsize
-    if end * tensor.itemsize > tensor.untyped_storage().nbytes():
-        return None
-    flat = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-    dtype = (
-        torch.int64 if bits % 8 == 0 and tensor.storage_offset() * tensor.itemsize % 8 == 0 else torch.uint8
-    )
-    return int(flat.view(dtype).sum(dtype=dtype))
+def _sum(tensor: Tensor) -> int:
+    """Return a sum of the bits of a tensor's elements."""
+    flat = tensor.contiguous().view(-1)
+    nbytes, start = flat.numel() * flat.itemsize, flat.storage_offset() * flat.itemsize
+    return int(flat.view(torch.uint8 if (nbytes | start) % 8 else torch.int64).sum(dtype=torch.int64))

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 import infinity
 from infinity.activations import tensor_cache
 from infinity.activations.controller import METERED
+from infinity.activations.profiler import Profiler
 from infinity.activations.recompute import KeptOperators, KeptOutputs
 from infinity.activations.tensor_cache import ActivationPolicy, uniform
 from infinity.core.plan import ActivationPlan, Hardware, Place
@@ -156,6 +157,35 @@ def test_an_operator_before_which_others_ran_is_not_taken_for_the_one_that_was_k
     assert found == [False, False]
 
 
+def test_a_cast_is_not_taken_for_that_of_another_tensor(stage, monkeypatch):
+    def forward(model, x):
+        x = torch.cat([x, x + 1]) / 8
+        with torch.autocast("cpu", torch.bfloat16):
+            for layer in model.layers:  # autocast remembers its weight's cast; backward's recomputation does not
+                x = layer(x + (x @ layer.weight).mean())
+        return x.float().square().sum()
+
+    monkeypatch.setattr(Model, "forward", forward)
+    policy = keeps(_to_copy=MOST, mm=MOST)
+    assert any(lookups(stage, product, policy, monkeypatch, 2))
+
+
+def test_what_has_gaps_is_compared_with_what_it_was(stage, monkeypatch):
+    with torch.library._scoped_library("infinity_test", "DEF") as library:
+        library.define("every_other(Tensor x) -> Tensor")
+        library.impl("every_other", lambda x: torch.stack([x, x], -1)[..., 0], "CPU")
+
+        def written(block, x):
+            made = torch.ops.infinity_test.every_other((x * 2).detach())
+            wave = made.sin()
+            made.detach().numpy()[8:] += 1  # beyond the first half of its storage
+            return (x @ block.weight) * (made + wave)
+
+        names = {("infinity_test.every_other.default", 0): MOST}
+        policy = replace(keeps(), kept={region: KeptOperators(names) for region in (1, 3)})
+        assert not any(lookups(stage, written, policy, monkeypatch, 2))
+
+
 def test_an_operator_that_draws_is_made_again_though_it_does_not_say_so(stage, monkeypatch):
     with torch.library._scoped_library("infinity_test", "DEF") as library:
         library.define("noise(Tensor x) -> Tensor")
@@ -211,6 +241,21 @@ def test_a_compiled_function_inside_runs_as_compiled(stage, monkeypatch):
     x = torch.randn(4, WIDTH)
     assert torch.equal(compiled(x, torch.eye(WIDTH)), x.sin() * 2)
     lookups(stage, lambda block, x: compiled(x, block.weight), keeps(mm=MOST), monkeypatch, 2)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.compile's own
+def test_no_operator_of_a_compiled_block_is_planned_to_stay(stage):
+    model = Model(product)
+    model.layers[0].compile(backend="eager")
+    with Profiler(model.parameters()) as profiler:
+        stage.cache.profiler = profiler
+        with stage.forward(model):
+            loss = model(torch.randn(4, WIDTH))
+        loss.backward()
+        stage.cache.profiler = None
+    stay = {each.region for each in profiler.finish().operators if each.may_stay}
+    assert 1 not in stay
+    assert 3 in stay
 
 
 def factory():
