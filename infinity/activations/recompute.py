@@ -384,5 +384,5 @@ def _generators(devices: Collection[torch.device]) -> list[Tensor]:
 def _sum(tensor: Tensor) -> int:
     """Return a sum of the bits of a tensor's elements."""
     flat = tensor.contiguous().view(-1)
-    nbytes, start = flat.numel() * flat.itemsize, flat.storage_offset() * flat.itemsize
-    return int(flat.view(torch.uint8 if (nbytes | start) % 8 else torch.int64).sum(dtype=torch.int64))
+    whole = flat.numel() * flat.itemsize % 8 == 0 and flat.storage_offset() * flat.itemsize % 8 == 0
+    return int(flat.view(torch.int64 if whole else torch.uint8).sum(dtype=torch.int64))

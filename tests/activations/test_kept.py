@@ -161,7 +161,7 @@ def test_a_cast_is_not_taken_for_that_of_another_tensor(stage, monkeypatch):
     def forward(model, x):
         x = torch.cat([x, x + 1]) / 8
         with torch.autocast("cpu", torch.bfloat16):
-            for layer in model.layers:  # autocast remembers its weight's cast; backward's recomputation does not
+            for layer in model.layers:  # autocast remembers its weight's cast, but not in backward
                 x = layer(x + (x @ layer.weight).mean())
         return x.float().square().sum()
 
