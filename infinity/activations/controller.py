@@ -113,11 +113,14 @@ def _forward(
     leaves = tree_leaves((args, kwargs), is_leaf=_is_kv_cache)
     # Asked of every block's cache, recomputed or not: it is filled after the pass came to it first.
     empty = [record.was_empty(leaf) for leaf in leaves if _is_kv_cache(leaf)]
+    kept = record.policy.kept.get(region)
+    # What is compiled runs again as a whole, and is not looked into.
+    compiled = (profiler is not None or kept is not None) and any(map(is_compiled, block.module.modules()))
     if profiler is not None:
-        profiler.enter_region(region, block.name, any(map(is_compiled, block.module.modules())))
+        profiler.enter_region(region, block.name, compiled)
     try:
         if record.policy.recomputes(region) and all(empty):
-            return _recomputed(block.module, own, record.policy.kept.get(region), args, kwargs)
+            return _recomputed(block.module, own, None if compiled else kept, args, kwargs)
         return own(*args, **kwargs)
     finally:
         record.leave()
@@ -148,10 +151,7 @@ def _recomputed(
         restored = _restored_buffers(module) if again else nullcontext()
         watched = nullcontext() if outputs is None else Watch(outputs, again=again)
         with restored, watched:
-            made = own(*args, **kwargs)
-        if outputs is not None and not again:
-            outputs.forget(made)  # whoever called the block may write it
-        return made
+            return own(*args, **kwargs)
 
     # Twice through a cache of keys and values would put them there twice.
     leaves = [None if _is_kv_cache(leaf) else leaf for leaf in leaves]

@@ -218,7 +218,19 @@ class Recording:
                 yield BlockCall(mark.name, mark.region, forward, spans[index], mark.inputs, saved)
 
 
-class Profiler(TorchDispatchMode):
+class _Mode(TorchDispatchMode):
+    """Sees the operators inside ``with``, also of what is compiled, which runs eagerly there only."""
+
+    def __enter__(self) -> Any:
+        self._stance = torch.compiler.set_stance("force_eager")  # or torch would never compile it again
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._stance.__exit__(*error)
+
+
+class Profiler(_Mode):
     """Records the operators inside ``with``: one micro-batch, with its update or without.
 
     CPU operators are timed by the clock, those of an accelerator by events that :meth:`finish` reads.
@@ -242,7 +254,7 @@ class Profiler(TorchDispatchMode):
         for weight in self._weights:
             self._recorded.storages.find(weight, Kind.WEIGHT, "weight")
         self._find_gradients()
-        super().__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()
         synchronize(self._device)
         self._wall_s -= time.perf_counter()
         return self
@@ -250,7 +262,7 @@ class Profiler(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         synchronize(self._device)
         self._wall_s += time.perf_counter()
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        super().__exit__(*error)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -383,7 +395,7 @@ def running_node() -> int:
     return NO_NODE if node is None else int(node._sequence_nr())
 
 
-class MemoryMeter(TorchDispatchMode):
+class MemoryMeter(_Mode):
     """Measures the peak of storages that operators make inside ``with``; a unit's buffers do not count."""
 
     def __init__(self) -> None:

@@ -4,20 +4,20 @@
 What a block's dearest operators made may be saved beside its inputs, and be returned where they would run
 again. A mode below autograd watches both runs of the block, so the same graph is made in both. An operator is
 known by its name and its number among those of that name. It stays only if the names of all that ran before
-it, and the forms of its arguments, are as in the first run. If they differ, if it made more than was planned,
-or if what it made was written since, operators run again. So does every random one, or generators would be
-behind. (torch's own ``create_selective_checkpoint_contexts`` compares no arguments, fails when a graph is
-read twice, and saves past the hooks of saved tensors.)
+it, and the forms of its arguments, are as in the first run. If they differ, or if it made more than was
+planned, operators run again. So does every one that drew random numbers, or generators would be behind.
+(torch's own ``create_selective_checkpoint_contexts`` compares no arguments, fails when a graph is read twice,
+and saves past the hooks of saved tensors.)
 
-[Note: writes that nobody sees]
-A kernel that torch did not dispatch may write what an operator made without a count. So the first time that
-an output is used its sum is compared with that in forward; where they differ, the operator runs again from
-then on. Nor does one stay that changed a generator then, whatever it says of itself.
+[Note: copies]
+What the model computes with may be written at any time: through an alias that has a count of writes of its
+own, by ``numpy``, by whoever called the block. So what is saved is a copy that nobody else knows, made before
+anyone sees the original; and backward gets another one if the graph is kept for a second pass.
 """
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, wraps
 from typing import Any, NamedTuple, TypeVar, cast
@@ -184,10 +184,11 @@ def _name_of(operator: Any) -> str:
 
 
 @cache
-def _makes_all(operator: Any) -> bool:
-    """Return whether an operator's results are its own: neither views of arguments nor written ones."""
+def _is_even(operator: Any) -> bool:
+    """Return whether all runs have an operator, whose results are no views of arguments nor written."""
     schema = getattr(operator, "_schema", None)
-    return schema is not None and all(each.alias_info is None for each in schema.returns)
+    own = schema is not None and all(each.alias_info is None for each in schema.returns)
+    return own and _name_of(operator) not in _UNEVEN
 
 
 @cache
@@ -210,8 +211,8 @@ def _dropout_at(operator: Any) -> int | None:
 
 
 def must_run(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether recomputation has to run an operator: it may draw, or make views, or be uneven."""
-    if not _makes_all(operator) or _name_of(operator) in _UNEVEN:
+    """Return whether recomputation has to run an operator: it may be random, or not its own in all."""
+    if not _is_even(operator):
         return True
     if torch.Tag.nondeterministic_seeded not in operator.tags:
         return False
@@ -224,9 +225,9 @@ class KeptOperators:
     """Names operators of a block that need not run again: name and number, with the bytes that they make."""
 
     def __init__(self, nbytes: Mapping[tuple[str, int], int]) -> None:
-        self.nbytes = dict(nbytes)
-        self.names = frozenset(name for name, _ in nbytes)
-        self.trusted: set[tuple[str, int]] = set()  # see [Note: writes that nobody sees]
+        self.nbytes = nbytes
+        self.names: Container[str] = frozenset(name for name, _ in nbytes)
+        self.used = 0  # times that one was not run again
 
     @classmethod
     def of(cls, kept: Mapping[OperatorKey, int]) -> "dict[int, KeptOperators]":
@@ -238,18 +239,10 @@ class KeptOperators:
         }
 
 
-class _Saved(NamedTuple):
-    """What hooks packed of a tensor; an empty one that shares its count of writes, then; its sum."""
-
-    packed: Any
-    counter: Tensor
-    version: int
-    sum: int | None  # of bits; None: its operator is trusted
-
-
 class _Output(NamedTuple):
     form: object  # of what ran before the operator, and of its arguments
-    leaves: list[Any]  # of its result: tensors are :class:`_Saved`
+    leaves: list[Any]  # of its result: of tensors, at these places, what hooks packed of a copy
+    tensors: list[int]
     spec: TreeSpec
 
 
@@ -263,38 +256,28 @@ class KeptOutputs:
         self.operators = operators
         self._pack, self._unpack = saving_hooks()
         self._outputs: dict[tuple[str, int], _Output] = {}
-        self._of: dict[int, tuple[str, int]] = {}  # by storage
         self._gave_up = False
 
-    def save(self, key: tuple[str, int], form: object, made: Any) -> None:
-        """Save what an operator has made; if it is more than was planned, forget all of the call."""
+    def save(self, key: tuple[str, int], form: object, made: Any, given: Iterable[Tensor]) -> None:
+        """Save what an operator has made of tensors ``given``; forget all if it is more than was planned."""
         leaves, spec = tree_flatten(made)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if any(type(leaf) is not Tensor or leaf.layout is not torch.strided for leaf in tensors):
+        at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        if not all(type(leaves[i]) is Tensor and _has_storage(leaves[i]) for i in at):
             return
-        storages = {leaf.untyped_storage()._cdata: leaf.untyped_storage().nbytes() for leaf in tensors}
+        storages = {leaves[i].untyped_storage()._cdata: leaves[i].untyped_storage().nbytes() for i in at}
         if self._gave_up or sum(storages.values()) > self.operators.nbytes[key]:
             self._give_up()
             return
-        known = key in self.operators.trusted
-        # Autograd's copies of a tensor share its count of writes; here they would have their own.
-        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-            kept = [self._saved(leaf, known) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self._outputs[key] = _Output(form, kept, spec)
-        self._of |= dict.fromkeys(storages, key)
-
-    def forget(self, written: Any) -> None:
-        """Forget what is written, also by those of its aliases that have a count of their own."""
-        for leaf in tree_leaves(written) if self._of else ():
-            if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
-                key = self._of.pop(leaf.untyped_storage()._cdata, None)
-                self._outputs.pop(key, None) if key is not None else None
-
-    def _saved(self, tensor: Tensor, known: bool) -> _Saved:
-        counter = tensor.detach()
-        counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        total = None if known else _sum(tensor)
-        return _Saved(self._pack(tensor.detach()), counter, tensor._version, total)
+        copies = [leaves[i].clone() for i in at]  # see [Note: copies]
+        others = filter(_has_storage, given)
+        if (
+            len(storages) == len(at)  # or a write to one result would be seen in another, or in an argument
+            and storages.keys().isdisjoint(each.untyped_storage()._cdata for each in others)
+            and all(_form_of(leaves[i]) == _form_of(copy) for i, copy in zip(at, copies))
+        ):
+            for i, copy in zip(at, copies):
+                leaves[i] = self._pack(copy)
+            self._outputs[key] = _Output(form, leaves, at, spec)
 
     def find(self, key: tuple[str, int], form: object) -> Any:
         """Return what an operator made in forward; None: it has to run again."""
@@ -303,20 +286,13 @@ class KeptOutputs:
         if output.form != form:
             self._give_up()
             return None
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
+        leaves, keeps = [*output.leaves], torch._C._autograd._get_current_graph_task_keep_graph()
+        for i in output.tensors:
+            saved = self._unpack(leaves[i])
+            leaves[i] = saved.clone() if keeps else saved.detach()
+        if not keeps:
             del self._outputs[key]
-        saved = [leaf for leaf in output.leaves if isinstance(leaf, _Saved)]
-        if any(each.counter._version != each.version for each in saved):
-            return None
-        # Copies, since autograd makes each a part of a graph.
-        found = [self._unpack(each.packed).detach() for each in saved]
-        if key not in self.operators.trusted:
-            if any(each.sum != _sum(tensor) for each, tensor in zip(saved, found)):
-                self.operators.nbytes.pop(key, None)
-                return None
-            self.operators.trusted.add(key)
-        left = iter(found)
-        leaves = [next(left) if isinstance(leaf, _Saved) else leaf for leaf in output.leaves]
+        self.operators.used += 1
         return tree_unflatten(leaves, output.spec)
 
     def _give_up(self) -> None:
@@ -344,11 +320,8 @@ class Watch(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name, kwargs = _name_of(func), kwargs or {}
-        if _makes_all(func) and name not in _UNEVEN:
+        if _is_even(func):
             self._ran = hash((self._ran, name))
-        positions, names = written_by(func)
-        if names and not self._again:
-            self._outputs.forget([*(args[i] for i in positions if i < len(args)), *map(kwargs.get, names)])
         if name not in self._names:
             return func(*args, **kwargs)
         key = name, self._numbers[name]
@@ -360,17 +333,26 @@ class Watch(TorchDispatchMode):
         if self._again:
             found = self._outputs.find(key, form)
             return func(*args, **kwargs) if found is None else found
-        unknown = key not in self._outputs.operators.trusted
-        devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)} if unknown else set()
+        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        devices = {tensor.device for tensor in given}
         before = _generators(devices)
         made = func(*args, **kwargs)
         if all(map(torch.equal, before, _generators(devices))):
-            self._outputs.save(key, form, made)
+            self._outputs.save(key, form, made, given)
         return made
 
 
 def _form_of(leaf: Any) -> object:
-    return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf
+    """Return what two arguments or results have in common that are alike; of some nothing is."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if not _has_storage(leaf):
+        return object()
+    return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.is_conj(), leaf.is_neg()
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
 
 
 def _generators(devices: Collection[torch.device]) -> list[Tensor]:
@@ -378,11 +360,4 @@ def _generators(devices: Collection[torch.device]) -> list[Tensor]:
     others = (
         torch.get_device_module(device).get_rng_state(device) for device in devices if device.type != "cpu"
     )
-    return [*others, torch.get_rng_state()] if devices else []
-
-
-def _sum(tensor: Tensor) -> int:
-    """Return a sum of the bits of a tensor's elements."""
-    flat = tensor.contiguous().view(-1)
-    whole = flat.numel() * flat.itemsize % 8 == 0 and flat.storage_offset() * flat.itemsize % 8 == 0
-    return int(flat.view(torch.int64 if whole else torch.uint8).sum(dtype=torch.int64))
+    return [*others, torch.get_rng_state()]

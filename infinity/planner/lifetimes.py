@@ -9,8 +9,8 @@ that no earlier region packed. Where that moves a storage into a region that is 
 there are unknown before it has run: a plan cannot name its storages, and they are kept.
 
 [Note: kept operators]
-Of a recomputed block some operators need not run again: what they make is packed after the block's inputs,
-and read where they would run. To tell them apart all of the block's operators are watched, which takes time.
+Of a recomputed block some operators need not run again: copies of what they make are packed after the block's
+inputs, and read where they would run. To tell them apart all of its operators are watched, which takes time.
 
 Source: TeraIO (arXiv:2506.06472), section 2 (active tensors, inactive periods).
 """
@@ -43,6 +43,8 @@ MADE = frozenset({Kind.ACTIVATION, Kind.WORKING})
 #: What watching takes for each operator of a profile, each time that it runs, with the views between them:
 #: 40 to 60 us on a virtual machine. See [Note: kept operators].
 WATCHED_S = 5e-5
+#: What a copy takes for each byte of what a kept operator makes, there: into memory that is new.
+COPIED_S = 2.5e-10
 
 
 def operator_times(profile: Profile) -> np.ndarray:
@@ -160,7 +162,7 @@ class ProfileIndex:
         self.last_use: dict[int, int] = {}  # the last operator of forward that touches a storage
         self.touched: defaultdict[int, set[int]] = defaultdict(set)  # storages that a region's operators do
         self.operators: dict[OperatorKey, int] = {}  # of forward
-        named, self._writes = Counter[tuple[int, str]](), Counter[int]()
+        named = Counter[tuple[int, str]]()
         for k, operator in enumerate(profile.operators[: self.forward_end]):
             storages = (*operator.inputs, *operator.outputs)
             self.last_use.update(dict.fromkeys(storages, k))
@@ -168,24 +170,16 @@ class ProfileIndex:
             name = operator.region, operator.name
             self.operators[OperatorKey(*name, named[name])] = k
             named[name] += 1
-            self._writes.update(operator.outputs)
         self.born: defaultdict[int, list[int]] = defaultdict(list)  # storages that the step allocates there
         for index, storage in enumerate(profile.storages):
             if storage.kind in MADE:
                 self.born[storage.born].append(index)
 
     def may_stay(self, k: int) -> bool:
-        """Return whether what operator ``k`` makes can be saved in place of running it again.
-
-        What is written later is not what it made.
-        """
+        """Return whether a copy of what operator ``k`` makes can be saved in place of running it again."""
         operator, storages = self.profile.operators[k], self.profile.storages
-        if not (operator.may_stay and operator.inputs and operator.outputs):
-            return False
-        written_once = all(self._writes[s] == 1 for s in operator.outputs)
-        return written_once and all(
-            storages[s].kind in MADE and storages[s].born == k for s in operator.outputs
-        )
+        own = all(storages[s].kind in MADE and storages[s].born == k for s in operator.outputs)
+        return operator.may_stay and own and bool(operator.inputs and operator.outputs)
 
     def nbytes_of(self, k: int) -> int:
         """Return the bytes of the storages that operator ``k`` makes."""
@@ -213,6 +207,7 @@ class ProfileIndex:
             once[slice(*block.forward)] += WATCHED_S * bool(packing.kept[block.region])
         twice = once.copy()
         twice[stay] -= self.times[stay]
+        once[stay] += [COPIED_S * self.nbytes_of(k) for k in stay]
         again_s = [time_s for block in blocks for time_s in twice[slice(*block.again)]]
         times, there = np.insert(once, inserted, again_s), packing.memory()
         again = [n for block in blocks for n in packing.memory_again(block, there[block.backward[0]])]
@@ -251,8 +246,8 @@ class _Packing:
         self._index, self._storages = index, index.profile.storages
         #: By region: what operators make that do not run again, with its operator.
         self.kept: dict[int, dict[int, int]] = {block.region: {} for block in blocks}
-        #: By storage: its slot; whether its key is known; the blocks that need it to run again, and from
-        #: which of their operators on.
+        #: By storage, or its complement for a copy: its slot; whether its key is known; the blocks that need
+        #: it to run again, and from which of their operators on.
         self.packed: dict[int, tuple[SlotUse, bool, list[tuple[BlockCall, int]]]] = {}
         #: Slots that a block does not save any more; those that something else needs, so they are made twice.
         self.dropped: list[tuple[SlotUse, BlockCall]] = []
@@ -279,22 +274,22 @@ class _Packing:
     def _pack_again(self, block: BlockCall, slots: Sequence[SlotUse]) -> None:
         """Pack, in place of its ``slots``, what a recomputed block needs to run again."""
         first, begin, ordinal = block.backward[0], block.forward[0], 0
-        needed = {storage: (begin, max(begin - 1, 0)) for storage in block.inputs}
-        kept = {storage: (k, k) for storage, k in self.kept[block.region].items()}
-        for storage, (operator, packed_at) in (needed | kept).items():
-            if storage not in self.packed:
+        needed = [(storage, storage, begin, max(begin - 1, 0)) for storage in block.inputs]
+        needed += [(~storage, storage, k, k) for storage, k in self.kept[block.region].items()]
+        for name, storage, operator, packed_at in needed:
+            if name not in self.packed:
                 use, key = self._storages[storage], SlotKey(block.region, ordinal)
                 if use.nbytes < self._index.profile.least_nbytes:
                     key = SlotKey(block.region, -1 - storage)
                 own = SlotUse(key, storage, use.nbytes, packed_at, first, first, held=False)
-                own = self._index.slots.get(storage, own)
+                own = self._index.slots.get(name, own)
                 held = own.held or use.kind not in MADE
                 is_slot = key.ordinal >= 0
-                self.packed[storage] = replace(own, key=key, packed_at=packed_at, held=held), is_slot, []
+                self.packed[name] = replace(own, key=key, packed_at=packed_at, held=held), is_slot, []
                 ordinal += is_slot
-            self.packed[storage][2].append((block, operator - begin))
+            self.packed[name][2].append((block, operator - begin))
         for slot in slots:
-            if slot.storage not in block.inputs and slot.storage not in kept:
+            if slot.storage not in block.inputs:
                 stays = slot.held or slot.unpacked_at < first or slot.released_at >= block.backward[1]
                 (self.twice if stays else self.dropped).append((slot, block))
 
@@ -310,11 +305,12 @@ class _Packing:
         for slot, block in self.twice:
             if storages[slot.storage].kind in MADE:
                 resident[slice(*block.backward)] += slot.nbytes
-        for storage, (_, _, needed_by) in self.packed.items():
-            if storages[storage].kind in MADE and needed_by:
-                # What a block's own operator made goes while it runs again, see :meth:`memory_again`.
-                until = max(of.backward[0] + (storage not in self.kept[of.region]) for of, _ in needed_by)
-                resident[storages[storage].dies + 1 : until] += storages[storage].nbytes
+        for name, (slot, _, needed_by) in self.packed.items():
+            if storages[slot.storage].kind in MADE and needed_by:
+                # A copy goes while the block runs again, see :meth:`memory_again`.
+                begin = storages[name].dies + 1 if name >= 0 else slot.packed_at
+                until = max(of.backward[0] + (name >= 0) for of, _ in needed_by)
+                resident[begin:until] += slot.nbytes
         return resident
 
     def memory_again(self, block: BlockCall, following: int) -> np.ndarray:
@@ -326,7 +322,7 @@ class _Packing:
         working = np.zeros(end - begin + 1, dtype=np.int64)
         for at in range(begin, end):
             for index in born[at]:
-                if index in slots or (index in kept and storages[index].dies >= block.backward[0]):
+                if index in slots:
                     continue  # it is among what follows
                 working[0 if index in kept else at - begin] += storages[index].nbytes
                 working[min(storages[index].dies + 1, end) - begin] -= storages[index].nbytes
@@ -337,7 +333,7 @@ class _Packing:
     ) -> Iterator[InactivePeriod]:
         first = {again.block.region: again.begin for again in recomputations}
         for storage, (slot, is_named, needed_by) in self.packed.items():
-            use, asked = self._storages[storage], [first[of.region] + after for of, after in needed_by]
+            use, asked = self._storages[slot.storage], [first[of.region] + after for of, after in needed_by]
             packed_at = max(slot.packed_at, use.born)
             free_at = max(packed_at, self._index.last_use.get(storage, 0)) + 1
             needed = min([int(position[slot.unpacked_at]), *asked])

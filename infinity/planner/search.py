@@ -53,6 +53,7 @@ from infinity.core.plan import (
     Traffic,
 )
 from infinity.planner.lifetimes import (
+    COPIED_S,
     MADE,
     WATCHED_S,
     InactivePeriod,
@@ -511,7 +512,10 @@ def _levels(index: ProfileIndex, order: Sequence[int]) -> Iterator[frozenset[int
             tuple(profile.storages[s].nbytes for s in each) for each in (operator.inputs, operator.outputs)
         )
         alike[operator.name, *sizes].append(k)
-    saves_s = {kind: float(np.median(index.times[ks])) - WATCHED_S for kind, ks in alike.items()}
+    saves_s = {
+        kind: float(np.median(index.times[ks])) - WATCHED_S - COPIED_S * index.nbytes_of(ks[0])
+        for kind, ks in alike.items()
+    }
     worth = {kind: saves_s[kind] / max(index.nbytes_of(ks[0]), 1) for kind, ks in alike.items()}
     kinds = sorted((kind for kind in alike if saves_s[kind] > WATCHED_S), key=lambda kind: -worth[kind])
     each_s = [(k, saves_s[kind]) for kind in kinds for k in alike[kind]]
