@@ -39,12 +39,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import partial
+from heapq import heappop, heappush
 from itertools import pairwise
 from typing import NamedTuple
 
 from infinity.core.errors import RecipeError
 from infinity.core.lifecycle import SlotState
-from infinity.core.plan import ActivationPlan, Hardware, Outcome, Place, Profile, StoreWait, Traffic
+from infinity.core.plan import ActivationPlan, Hardware, Outcome, Place, Profile, SlotKey, StoreWait, Traffic
 from infinity.planner.lifetimes import InactivePeriod, Lifetimes, ProfileIndex
 from infinity.planner.queues import NOTHING_S, Job, Queues
 
@@ -246,6 +247,7 @@ class _Slots:
             self.loads[None if load.after is None else index[load.after]].append(index[load.slot])
         self._queues, self._move = queues, move
         self.at = 0  # the position of compute
+        self._storing: list[tuple[SlotKey, int]] = []  # a heap of slots, of which some may have been stored
         # Within a capacity no store may hold what backward has released.
         late = set() if plan.capacity_nbytes is None else {SlotState.STORING}
         self._unreadable = {SlotState.LOADING} | late
@@ -256,14 +258,17 @@ class _Slots:
     def pack(self, index: int) -> None:
         slot = self.all[index]
         slot.state = SlotState.STORING
+        heappush(self._storing, (slot.period.key, index))
         self.backlog.add(slot.period.nbytes)
         self.host.add(slot.host_nbytes)
         self._submit(STORE[slot.place][0], index)
 
     def has_stored(self, index: int) -> bool:
         """Return whether no store of the slot, or of one packed before it, is still to end."""
-        last = self.all[index].period.key
-        return all(s.state is not SlotState.STORING for s in self.all.values() if s.period.key <= last)
+        storing = self._storing
+        while storing and self.all[storing[0][1]].state is not SlotState.STORING:
+            heappop(storing)
+        return not storing or storing[0][0] > self.all[index].period.key
 
     def end_forward_use(self, index: int) -> None:
         slot = self.all[index]
