@@ -296,7 +296,7 @@ ROOM_BUDGETS = {
     "observe": 995,
     "optim": 2936,
     "partition": 2790,
-    "planner": 2568,
+    "planner": 2573,
     "predict": 5283,
     "recipes": 1607,
     "shards": 5181,
