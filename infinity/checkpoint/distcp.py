@@ -12,10 +12,10 @@ without its values and says where they lie, so a range is read from its place, w
 """
 
 import io
-import os
 import pickle
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from reprlib import repr as short  # also of what holds itself a million times
 from typing import Any, BinaryIO, cast
@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.checkpoint.utils import _create_file_view
 
 from infinity.checkpoint.directory import (
     FileTensor,
@@ -57,7 +58,7 @@ class DistributedCheckpoint(StoredTensors):
             raise CheckpointError(f"{self.path}: {key} has {record.nbytes} bytes; wanted a number or a text")
         with (
             library_errors(CheckpointError, f"{self.path}: {key} is no plain value"),
-            io.BufferedReader(_Window(record)) as file,
+            record.opened() as file,
         ):
             return torch.load(file, map_location="cpu", weights_only=True)
 
@@ -173,39 +174,18 @@ class _Record:
     offset: int
     nbytes: int
 
-
-class _Window(io.RawIOBase):
-    """Presents a range of a file as a file of its own."""
-
-    def __init__(self, record: _Record) -> None:
-        self._record, self._at = record, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._record.nbytes}[whence]
-        if base + offset < 0:
-            raise OSError(f"seeking to {base + offset}")
-        self._at = base + offset
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        memory = memoryview(buffer).cast("B")
-        count = max(0, min(len(memory), self._record.nbytes - self._at))
-        self._record.file.read_into(self._record.offset + self._at, memory[:count])
-        self._at += count
-        return count
+    @contextmanager
+    def opened(self) -> Iterator[Any]:
+        """Present the range as a file of its own."""
+        with open(f"/proc/self/fd/{self.file.fd}", "rb") as whole:
+            yield _create_file_view(whole, self.offset, self.nbytes)
 
 
 def _tensor_of(record: _Record, dtype: torch.dtype, sizes: tuple[int, ...], key: str) -> Stored:
     """Return the tensor of a record, or raise a CheckpointError if its type or shape is another."""
     file = record.file
     with library_errors(CheckpointError, f"{file.path}: the record of {key} is damaged"):
-        with io.BufferedReader(_Window(record)) as opened, FakeTensorMode():
+        with record.opened() as opened, FakeTensorMode():
             archive = cast(Any, torch._C).PyTorchFileReader(opened)
             if archive.has_record("byteorder") and archive.get_record("byteorder") != b"little":
                 raise ValueError("its bytes are in the other order")
