@@ -342,10 +342,6 @@ class MemoryTensor(Stored):
         out.copy_(self._tensor.reshape(-1)[start : start + len(out)])  # a copy only where it is strided
 
 
-#: The number of a layer in the name of a tensor.
-_LAYER = re.compile(r"\.\d+\.")
-
-
 def misfits(sources: Mapping[str, tuple[str, Stored]]) -> list[str]:
     """Return what is missing, or has another shape, among tensors that are to be converted together.
 
@@ -363,21 +359,6 @@ def misfits(sources: Mapping[str, tuple[str, Stored]]) -> list[str]:
         wrong = (key for key, shape in shapes.items() if shape != usual)
         found += [f"{key} has shape {shapes[key]}, others {usual}" for key in wrong]
     return found
-
-
-def layer_of(name: str) -> str:
-    """Return the first number in a name, that of a layer, with its dots; empty: there is none."""
-    found = _LAYER.search(name)
-    return "" if found is None else found.group()
-
-
-def without_layer(name: str, layer: str) -> str:
-    return name.replace(layer, ".#.", 1) if layer else name
-
-
-def with_layer(name: str, layer: str) -> str:
-    """Undo :func:`without_layer`."""
-    return name.replace(".#.", layer, 1) if layer else name
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

@@ -46,10 +46,7 @@ from infinity.checkpoint.directory import (
     Latest,
     Stored,
     View,
-    layer_of,
     misfits,
-    with_layer,
-    without_layer,
 )
 from infinity.core.errors import CheckpointError, library_errors, listed
 from infinity.core.nbytes import BLOCK_NBYTES, Piece
@@ -312,29 +309,33 @@ class _Conversion:
         if self.transform is None:
             [(_, source)] = self.sources.values()
             return {self.name: source}
-        layer, sources = layer_of(self.name), [source for _, source in self.sources.values()]
+        sources = [source for _, source in self.sources.values()]
+        layer = (re.findall(r"\.\d+\.", self.name) or [""])[0]  # its number, with the dots
+
+        def hidden(name: str) -> str:
+            return name.replace(layer, ".#.", 1) if layer else name
+
         given = tuple(
-            (without_layer(key, layer), pattern, source.shape, _converted_dtype(source))
+            (hidden(key), pattern, source.shape, _converted_dtype(source))
             for key, (pattern, source) in self.sources.items()
         )
-        alike = id(self.transform), without_layer(self.name, layer), given
+        alike = id(self.transform), hidden(self.name), given
         if alike not in traced:
-            traced[alike] = self._trace(layer)
+            trace, numbers = Trace(), itertools.count()  # tensors are asked for in the order of ``sources``
+            with trace:
+                made = self.run(
+                    lambda each: trace.stand_in(next(numbers), each.shape, _converted_dtype(each))
+                )
+            traced[alike] = {hidden(name): (each.shape, trace.parts(each)) for name, each in made.items()}
         found = dict[str, Stored]()
         make = functools.partial(self.run, lambda each: each.whole(_converted_dtype(each)))
         for name, (shape, parts) in traced[alike].items():
-            own = with_layer(name, layer)
+            own = name.replace(".#.", layer, 1) if layer else name
             if parts is None:
                 found[own] = Converted(own, shape, torch.float32, sources, make, self.latest)
             else:
                 found[own] = Traced(shape, [Part(at, sources[i], first, n) for at, i, first, n in parts])
         return found
-
-    def _trace(self, layer: str) -> _Results:
-        trace, numbers = Trace(), itertools.count()  # tensors are asked for in the order of ``sources``
-        with trace:
-            made = self.run(lambda each: trace.stand_in(next(numbers), each.shape, _converted_dtype(each)))
-        return {without_layer(name, layer): (each.shape, trace.parts(each)) for name, each in made.items()}
 
     def run(self, stand_in: Callable[[Stored], Tensor]) -> dict[str, Tensor]:
         """Convert ``stand_in(tensor)`` of each stored tensor; return the results by full name."""
