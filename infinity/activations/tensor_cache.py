@@ -14,7 +14,8 @@ to load. A slot lives as long as a graph refers to it, so a step left half-way l
 
 [Note: rounded]
 A storage whose codec loses precision is read as it comes back from its store, never as it was, however soon
-backward asks for it and whatever else holds it: or numbers would depend on time.
+backward asks for it and whatever else holds it: or numbers would depend on time. Where its store failed, or
+never began since another one did, no backward pass can read it.
 
 [Note: readers]
 Several operators may save one storage. It is loaded once, held until each has read it, and then dropped. A
@@ -40,6 +41,7 @@ from infinity.activations.codecs import Coding
 from infinity.activations.profiler import Profiler
 from infinity.activations.recompute import KeptOperators, untraced
 from infinity.activations.store import PLAIN, ActivationStore, Form, Loading, StoredActivation
+from infinity.core.errors import StateError
 from infinity.core.lifecycle import Lifecycle, SlotState
 from infinity.core.nbytes import Transfer
 from infinity.core.plan import ActivationPlan, Place, SlotKey
@@ -130,7 +132,10 @@ class Slot:
         return self._stored, self._stored.store(self._storage)
 
     def cancel_store(self) -> None:
+        """Keep the storage in memory; one that would be rounded stays as unreadable as before its store."""
         with self._lock:
+            if self.rounds:
+                return
             stored, self._stored = self._stored, None
             self.lifecycle.move(S.RESIDENT)
         if stored is not None:
@@ -175,7 +180,10 @@ class Slot:
             return True
 
     def read(self, wait: Callable[[Callable[[], None]], None]) -> tuple[torch.UntypedStorage, int]:
-        """Return the storage, and where the slot begins in it (bytes); DiskError: the load failed, once."""
+        """Return the storage, and where the slot begins in it (bytes).
+
+        DiskError: the load failed, once. StateError: the store of one that is rounded did.
+        """
         with self._lock:
             loading, self._loading = self._loading, None
             if loading is not None:
@@ -193,6 +201,11 @@ class Slot:
                 assert self._stored is not None
                 self._stored.rounds = None  # what is there now has been loaded
                 self.lifecycle.move(S.RESIDENT)
+            if self.rounds:
+                raise StateError(
+                    f"{self.lifecycle.name} was not stored, after an error of a store, and with this "
+                    "memory.codec only what was stored is read: run the forward pass again"
+                )
             assert self._storage is not None
             return self._storage, self._last[1]
 

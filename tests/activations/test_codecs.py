@@ -16,9 +16,11 @@ import infinity
 from infinity.activations.codecs import CODECS, Code, Coding
 from infinity.activations.tensor_cache import uniform
 from infinity.core.config import LOSSY_CODECS, SettingError
+from infinity.core.errors import DiskError, StateError
 from infinity.core.lifecycle import SlotState
 from infinity.core.plan import Hardware, Place, SlotKey
 from tests.activations.stage import Stage, assert_same, gradients
+from tests.helpers.faulty import Fault
 
 FAST = Hardware(1e9, 1e9, 1e9, 0.0)
 EXACT = sorted(CODECS.keys() - LOSSY_CODECS)
@@ -297,6 +299,31 @@ def test_a_view_in_another_dtype_of_what_loses_precision_is_exact(stage: Stage) 
     stage.all_stored()
     product.sum().backward()
     assert torch.equal(w.grad, wanted)
+
+
+@pytest.mark.parametrize("failed", [1, 2])
+def test_what_loses_precision_is_not_read_as_it_was_though_a_store_failed(stage: Stage, failed: int) -> None:
+    stage.cache.coding = Coding("2bit", lambda: 0, 0, print)
+    stage.cache.queue.most_nbytes = 1  # one after the other
+    stage.engine.faults = (Fault(on="write", nth=failed),)
+    stage.engine.hold()
+    x = torch.randn(256, 256, requires_grad=True)
+    with stage.forward():
+        loss = (x * 1.0).exp().exp().exp().sum()
+    stage.engine.let_go()
+    with pytest.raises(DiskError):
+        loss.backward(retain_graph=True)
+    with pytest.raises(StateError, match="run the forward pass again"):
+        loss.backward()
+    assert x.grad is None
+    del loss
+    stage.engine.faults = ()
+    with stage.forward():
+        loss = (x * 1.0).exp().sum()
+    loss.backward()
+    assert x.grad is not None
+    del loss
+    stage.assert_empty()
 
 
 @pytest.mark.parametrize(
