@@ -322,10 +322,10 @@ class _Packing:
         working = np.zeros(end - begin + 1, dtype=np.int64)
         for at in range(begin, end):
             for index in born[at]:
-                if index in slots:
-                    continue  # it is among what follows
                 working[0 if index in kept else at - begin] += storages[index].nbytes
-                working[min(storages[index].dies + 1, end) - begin] -= storages[index].nbytes
+                # What is among what follows stays; it is not counted before it is made.
+                gone = 0 if index in slots else min(storages[index].dies + 1, end) - begin
+                working[gone] -= storages[index].nbytes
         return np.asarray(following - fresh + np.cumsum(working[:-1]))
 
     def periods(
