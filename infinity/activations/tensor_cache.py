@@ -180,10 +180,7 @@ class Slot:
             return True
 
     def read(self, wait: Callable[[Callable[[], None]], None]) -> tuple[torch.UntypedStorage, int]:
-        """Return the storage, and where the slot begins in it (bytes).
-
-        DiskError: the load failed, once. StateError: the store of one that is rounded did.
-        """
+        """Return the storage, and where the slot begins in it (bytes); errors of its load, once, or store."""
         with self._lock:
             loading, self._loading = self._loading, None
             if loading is not None:
@@ -365,9 +362,8 @@ class ActivationPolicy:
     waits: Mapping[tuple[SlotKey, bool], SlotKey] = field(default_factory=dict)
     keeps_budget: bool = False  # bytes of stores that have not ended count in one
     codecs: Mapping[SlotKey, str] = field(default_factory=dict)
-    kept: Mapping[int, KeptOperators] = field(
-        default_factory=dict
-    )  # of blocks that are recomputed, by region
+    #: Of blocks that are recomputed, by region.
+    kept: Mapping[int, KeptOperators] = field(default_factory=dict)
 
 
 def planned(plan: ActivationPlan) -> ActivationPolicy:
