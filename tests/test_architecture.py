@@ -282,7 +282,7 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 #: The most lines of each room. A number rises only in a commit whose body says what left instead.
 ROOM_BUDGETS = {
     "": 618,
-    "activations": 3191,
+    "activations": 3187,
     "api": 4270,
     "app": 2846,
     "checkpoint": 4117,
