@@ -52,30 +52,7 @@ _CHARTS = {
     "bytes/read": _MOVED, "bytes/written": _MOVED,
     "bytes/planned_read": _MOVED, "bytes/planned_written": _MOVED,
 }  # fmt: skip
-_PAGE = Template("""<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>$name</title>
-<style>
-body { max-width: 1100px; margin: 24px auto; padding: 0 16px; font: 15px/1.5 system-ui, sans-serif; }
-th, td { text-align: left; padding: 3px 16px 3px 0; border-top: 1px solid #ddd; vertical-align: top; }
-td, pre { white-space: pre-wrap; overflow-wrap: anywhere; }
-svg { width: 520px; max-width: 100%; height: auto; }
-</style>
-<h1>$name</h1>
-<p>$state</p>
-$charts
-<h2>summary</h2>
-$summary
-<h2>samples</h2>
-$samples
-<h2>recipe</h2>
-<pre>$recipe</pre>
-<details><summary>every key</summary><pre>$whole</pre></details>
-<footer>infinity $version</footer>
-</html>
-""")
+_PAGE = Template(Path(__file__).with_suffix(".html").read_text("utf-8"))
 
 #: Step and value of each point, ``(points, 2)``.
 Points: TypeAlias = NDArray[np.float64]
