@@ -271,10 +271,6 @@ def _sizes(shape: Sequence[int]) -> str:
     return str(tuple(shape)).replace("-1", "any")
 
 
-def _divides(blocks: torch.Size, rows: int, columns: int) -> bool:
-    return len(blocks) == 2 and blocks.numel() > 0 and not (rows % blocks[0] or columns % blocks[1])
-
-
 def _fits(shape: torch.Size, wanted: Sequence[int]) -> bool:
     return len(shape) == len(wanted) and all(b in (-1, a) for a, b in zip(shape, wanted, strict=True))
 
@@ -304,9 +300,10 @@ def _e4m3(
         blocks = blocks[1:] if blocks[1:].numel() > 1 else torch.Size((1, 1))
     if blocks == (rows,):
         blocks = torch.Size((rows, 1))
+    divides = len(blocks) == 2 and blocks.numel() > 0 and not (rows % blocks[0] or columns % blocks[1])
     if given is not None and blocks == (-(-rows // given[0]), -(-columns // given[1])):
         block = min(rows, given[0]) or 1, min(columns, given[1]) or 1
-    elif blocks.numel() == 1 or (given is None and _divides(blocks, rows, columns)):
+    elif blocks.numel() == 1 or (given is None and divides):
         block = rows // blocks[0], columns // blocks[1]  # the file's own
     else:
         each = f"block of {given}" if given else "row, or for each of equal blocks,"

@@ -212,10 +212,6 @@ _MUON = {"ns_coefficients": (3.4445, -4.7750, 2.0315), "eps": 1e-7}
 _RATE = "; its learning rates do not: theirs are scaled by weights or steps, so those of this optimizer count"
 
 
-def _of_json(number: Any) -> Any:
-    return tuple(number) if isinstance(number, list) else number
-
-
 def _torchs_adafactor(group: _Group) -> _Group:
     decay_rate, clip_threshold = -group["beta2_decay"], group["d"]
     return {
@@ -251,7 +247,8 @@ def _iterates(entry: _Entry, group: _Group, shapes: _Shapes, weights: Callable[[
 def _unlike_muon(group: _Group, own: _Group) -> str | None:
     if not own["matrix"]:
         return "second moments of a group with matrix: false"
-    return next((f"{n}={v}" for n, v in _MUON.items() if _of_json(group[n]) != v), None)
+    given = {n: tuple(v) if isinstance(v, list) else v for n, v in group.items()}  # perhaps of JSON
+    return next((f"{n}={v}" for n, v in _MUON.items() if given[n] != v), None)
 
 
 def _moments(entry: _Entry, group: _Group, shapes: _Shapes, weights: Callable[[], Tensor]) -> _Entry:
