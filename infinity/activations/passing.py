@@ -49,6 +49,10 @@ class Passing:
         self.values: weakref.WeakValueDictionary[int, Passed] = weakref.WeakValueDictionary()
         self.gradients: weakref.WeakValueDictionary[int, Gradients] = weakref.WeakValueDictionary()
 
+    def over(self, blocks: int, slices: int) -> "Passing":
+        """Return one of the same room between so many blocks."""
+        return Passing(self.cache, blocks, slices, self._rooms)
+
     def depart(self, tree: Any, rows: int, block: int, index: int) -> Any:
         """Return what a block returned for micro-batch ``index``, with a :class:`Passed` for each value.
 

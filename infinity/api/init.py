@@ -31,6 +31,7 @@ from infinity.engine.executor import engine_config
 from infinity.engine.gradients import OnGradient
 from infinity.engine.runtime import Runtime, open_runtimes, runtime_of, runtimes, served
 from infinity.engine.schedule import LayerSchedule, Loss
+from infinity.engine.stages import StagedSchedule
 from infinity.nvme.volume import open_sealed
 from infinity.shards.base import BaseHome, FrozenBase
 from infinity.shards.journal import unpack
@@ -538,7 +539,9 @@ def layer_schedule(
 
     how: dict[str, Any] = {} if adapters is None else {"turns": names, "within": partial(adapter, model)}
     cache = runtime.activations.cache
-    schedule = LayerSchedule(model, micro_batches, loss, cache, rooms, share, group=group, **how)
+    staged = runtime.config.stages and runtime.ranks.world_size > 1
+    kind: Any = partial(StagedSchedule, executor) if staged else LayerSchedule
+    schedule: LayerSchedule = kind(model, micro_batches, loss, cache, rooms, share, group=group, **how)
     groups = schedule.group < micro_batches // max(1, len({*names}))
     executor.hold_blocks(*schedule.blocks.held(runtime.units, schedule.expert_blocks, groups=groups))
     return schedule

@@ -100,7 +100,7 @@ class Pending(StreamTransfer):
 class InFlight:
     """Watches what an accelerator has in flight on its process ``groups``; on the CPU there are none.
 
-    Used by the collectives' thread only.
+    Used by the collectives' thread only; others may :meth:`watch`.
     """
 
     def __init__(self, device: torch.device, peers: Peers) -> None:
@@ -143,7 +143,9 @@ class Collectives:
         self.peers = Peers(dist.get_rank(), dist.get_world_size(), timeout_s, on_failure)
         self._in_flight = InFlight(device, self.peers)
         self._agreement = Agreement(self.peers, self._of_all_ranks, asks_reductions=device.type != "cpu")
-        self._exchanges: Any = None  # the group of :meth:`all_to_all`
+        #: Groups on which other threads than this one's wait: that of :meth:`all_to_all`, those of messages.
+        self._apart: dict[str, Any] = {}
+        self.messages: Any = None  # of :class:`infinity.comm.messages.Messages`, once there are any
         self.server: Server | None = None  # before the first wait, in which it is looked at
 
         def make(sets: list[list[int]]) -> Any:
@@ -251,6 +253,25 @@ class Collectives:
             kind, index, where, issue, ready, then=lambda ended: then(*ended), used=used, micro=micro
         )
 
+    def scatter(
+        self, index: int, where: str, source: int,
+        buffers: Callable[[], tuple[Tensor | None, Tensor, torch.dtype]], used: bytes,
+        then: Callable[[bytes], None], ready: Callable[[], object], micro: int,
+    ) -> Pending:  # fmt: skip
+        """Start giving each rank its slice of a unit's gradients, which only rank ``source`` has.
+
+        As :meth:`reduce`, divided by the number of ranks, too. ``buffers`` returns the gradients (None on
+        other ranks), ``(numel / world_size,)`` for the slice, and the dtype of the gradients. ``used`` is
+        zero on other ranks.
+        """
+
+        def issue(_: object, turn: Turn) -> bytes:
+            if any(self._agreement.used):
+                self.nodes.reduce_for((source,), *buffers())
+            return self._agreement.used
+
+        return self._submit("reduce", index, where, issue, ready, then, used, micro)
+
     def exchange(
         self, kind: str, values: Sequence[float] | Callable[[], Sequence[float]], where: str, count: int = 0
     ) -> Tensor:
@@ -291,22 +312,55 @@ class Collectives:
         shared: T = self._submit("share", 0, where, issue).value()
         return shared
 
+    def share_all(self, value: T, where: str) -> list[T]:
+        """Return the ``value`` of each rank; blocks."""
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+
+        def issue(*_: Any) -> Any:
+            sizes = self._of_all_ranks(torch.tensor([len(mine)], device="cpu")).flatten().tolist()
+            padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
+            padded[: len(mine)] = mine
+            everyone = zip(self._of_all_ranks(padded), sizes, strict=True)
+            return [pickle.loads(row[:size].numpy().tobytes()) for row, size in everyone]
+
+        shared: list[T] = self._submit("share", 1, where, issue).value()
+        return shared
+
     def all_to_all(self, where: str, given: Tensor, sent: list[int], got: list[int]) -> Tensor:
         """Return what all ranks give this one, ``(sum(got),)``, in the order of ranks; blocks.
 
         ``given`` is in host memory, ``(sum(sent),)``: what each rank gets, in the same order. On a group
         of its own, since gathers that are queued may wait for the update that this is a part of.
         """
-        if self._exchanges is None:  # at the same point on every rank
+        if "exchanges" not in self._apart:  # at the same point on every rank
             limit = timedelta(seconds=self.peers.timeout_s)
-            self._exchanges = dist.new_group(backend="gloo", timeout=limit)
+            self._apart["exchanges"] = dist.new_group(backend="gloo", timeout=limit)
         arrived, what = given.new_empty(sum(got)), f"{where} (step {self.step + 1})"
+        group = self._apart["exchanges"]
+        work = dist.all_to_all_single(arrived, given, got, sent, group=group, async_op=True)
+        self.end_apart(work, group, what)
+        return arrived
+
+    def apart(self, ranks: list[int]) -> Any:
+        """Return a group of ``ranks`` for messages between their training threads; every rank must call."""
+        device, limit_s, backend = self._in_flight.device, self.peers.timeout_s, "gloo"
+        if device.type != "cpu":
+            backend, limit_s = dist.get_default_backend_for_device(device), limit_s + _WATCHDOG_S
+        group = dist.new_group(ranks, timedelta(seconds=limit_s), backend)
+        if self.rank in ranks and device.type == "cpu":
+            self._apart[repr(ranks)] = group
+        elif self.rank in ranks:
+            self._in_flight.groups.append(group)
+        return group
+
+    def end_apart(self, work: Any, group: Any, what: str) -> None:
+        """Wait for what was begun on a group of :meth:`apart`; PeerError: another rank failed or stalls."""
         try:
-            work = dist.all_to_all_single(arrived, given, got, sent, group=self._exchanges, async_op=True)
-            self._end(work, self._exchanges)
+            self._end(work, group)
         except RuntimeError as error:
             raise self.peers.error or self.peers.explained(what, error) from None
-        return arrived
+        if group in self._in_flight.groups:
+            self._queue.put(_nothing)  # the thread wakes, and watches it
 
     def check(self, fingerprint: int, where: str) -> None:
         """Raise on every rank unless all have the same ``fingerprint``; blocks."""
@@ -445,7 +499,7 @@ class Collectives:
                     raise RuntimeError("given up")
                 if group is self._agreement.group:
                     self._agreement.call_others()
-                elif group is not self._exchanges:
+                elif group not in self._apart.values():
                     self._agreement.join()
             except BaseException:
                 _never_destroy(group)
@@ -479,6 +533,10 @@ def _ranks_per_node(hosts: list[Any]) -> int:
     """Return how many ranks each host has, from those of all ranks; 1 if not as many, or not side by side."""
     local = hosts.count(hosts[0])
     return local if hosts == [host for host in dict.fromkeys(hosts) for _ in range(local)] else 1
+
+
+def _nothing() -> None:
+    pass
 
 
 def _never_destroy(what: Any) -> None:

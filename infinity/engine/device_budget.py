@@ -218,6 +218,10 @@ class UnitBudget:
             division, free = self.division, self.division.window
         return max(weights, min(division.window, free - gradients))
 
+    def keep_states_home(self) -> None:
+        """Let no states move to the accelerator, since their units would be gathered."""
+        self._divide(replace(self._given, states=False))
+
     def _takes_window(self, unit: Unit, *, trainable: bool) -> bool:
         """Whether a unit is in the window, or, on several ranks, a gradient that borrows of it."""
         return self._tiers.streams(unit) or (trainable and self._ranks.world_size > 1)

@@ -75,6 +75,7 @@ class EngineConfig:
     resume: Resume = "auto"  # whether an interrupted run of that name goes on; must: there has to be one
     timeline: bool = False  # records when everything moves and computes
     layer_schedule: bool = False  # all micro-batches go through a block before the next
+    stages: bool = False  # whose ranks compute blocks in turn
 
 
 def engine_config(config: Any) -> EngineConfig:

@@ -21,6 +21,11 @@ which this rank only owns a slice of. The parts add up like micro-batches, and t
 ``step()``, when no rank has more; updates of such a unit do not start inside backward. What has no room until
 then (gradients that nothing keeps) waits on NVMe.
 
+[Note: gradients of one rank]
+Where ranks compute different blocks (:mod:`infinity.engine.stages`), one rank has all of a unit's gradient.
+All ranks take their slices of it at the same place of their programs, and nobody waits there. So reductions
+have one order, and a rank goes on to its next block while another ends the last one.
+
 [Note: gradients leave an accelerator]
 The hook only gives the stream of the backward pass its work. A thread with a stream of its own waits for
 that, or for the reduction, copies the gradient to host memory, takes its norm on another stream, so that the
@@ -261,6 +266,45 @@ class GradientPath:
         self.updates.announce(pending)
         self._reducing = pending if self.mover.staging is None else None
 
+    def scatter(
+        self, unit: Unit, gradient: Gradient | None, weights: TakesWeights | None, source: int
+    ) -> None:
+        """Send the gradient that rank ``source`` has to the owners: see [Note: gradients of one rank]."""
+        assert self.collectives is not None
+        if gradient is not None:
+            gradient.seal(unit.segments)
+            gradient.lease.record_use()
+        if weights is None:
+            raise StateError("the layer schedule over ranks (train.stages) inside infinity.no_sync")
+        if gradient is not None and source != self.collectives.rank:
+            raise StateError(
+                f"{unit.name} ran on another rank than its own: with train.stages call what "
+                "infinity.layer_schedule returned, not the model, to train"
+            )
+        update, nbytes = weights, unit.shard_numel * self.reduce_dtype.itemsize
+        # Leased here: another thread may find memory whose last use waits for what the source does later.
+        lease = self.pool.lease(nbytes, who=f"gradient shard of {unit.name}")
+
+        def buffers() -> tuple[Tensor | None, Tensor, torch.dtype]:
+            full = None if gradient is None else gradient.flat
+            return full, lease.tensor.view(self.reduce_dtype), unit.dtype
+
+        def ended(used: bytes) -> None:
+            if gradient is not None:
+                gradient.lease.release()
+            lease.record_use()
+            total = Gradient(lease, self.reduce_dtype, bytearray(used)) if any(used) else None
+            if total is None:
+                lease.release()
+            self._pass_on(unit, partial(self._hand_over, unit, total, update))
+
+        used = bytes(len(unit.segments)) if gradient is None else bytes(gradient.used)
+        pending = self.collectives.scatter(
+            unit.index, unit.name, source, buffers, used, ended,
+            self.updates.records.wait_for_commit, micro=self.sums.micro,
+        )  # fmt: skip
+        self.updates.announce(pending)
+
     def _pass_on(self, unit: Unit, call: Callable[[], None]) -> None:
         """Run ``call``, which gives a unit's gradient to its update, where it leaves the accelerator."""
         if self._beside is None or unit.index in self.updates.chosen:
@@ -337,13 +381,14 @@ class Gradients:
     def __init__(
         self, units: UnitIndex, leaves: frozenset[int], prefetcher: Prefetcher, path: GradientPath
     ) -> None:
-        self.units, self.prefetcher, self.path, self._leaves = units, prefetcher, path, leaves
+        self.units, self.prefetcher, self.path, self.leaves = units, prefetcher, path, leaves
         self.pins, self.accumulation = BackwardPins(prefetcher), Accumulation(units, all_tell=bool(leaves))
         self.hold_weights = False  # for updates, which then need not read them
         self.completions = Completions(
             leaves, lambda index: (len(units[index].trainable), len(units[index].segments)),
             self.pins.recomputed,
         )  # fmt: skip
+        self.computed_by: dict[int, int] = {}  # by unit: the rank that alone has its gradient
         self.received: dict[int, Segment] = {}  # in this step, by id of the parameter
         self._open: dict[int, Gradient] = {}
         self._reserve_nbytes: int | None = None  # on several ranks, the same in a whole backward pass
@@ -397,6 +442,16 @@ class Gradients:
         """Complete the gradients of these units, even if some parameters have none."""
         for index in self.completions.left(unit.index for unit in units if unit.trainable):
             self._complete(self.units[index])
+
+    def stage(self, computed_by: dict[int, int], together: Iterable[int]) -> None:
+        """Take which rank alone computes a unit, by its number, and units that all ranks complete at once."""
+        self.computed_by = computed_by
+        self.completions.leaves = self.leaves.union(together)
+
+    def complete_block(self, units: Iterable[Unit]) -> None:
+        """Complete the gradients of a block, of which all ranks take their slices now."""
+        self.completions.in_backward = True
+        self.complete_together(units)
 
     def end_backward(self) -> None:
         """Complete all gradients at the end of a graph, even if some parameters have none."""
@@ -482,6 +537,7 @@ class Gradients:
         """Reduce the gradient of ``unit`` from this backward; after the last micro-batch hand it over."""
         self.completions.complete(unit.index)
         syncing, several = self.completions.syncing, self.path.collectives is not None
+        several = several and unit.index not in self.computed_by
         if unit.index not in self._open and (several or (syncing and unit.index in self.path.sums)):
             self._begin(unit)  # another rank may have one, or a micro-batch before had
         if not syncing:
@@ -498,7 +554,10 @@ class Gradients:
         gradient = self._open.pop(unit.index, None)
         if self.prefetcher.residents.borrowed_nbytes:
             self.borrow(self._open)
-        self.path.send(unit, gradient, weights)
+        if unit.index in self.computed_by:
+            self.path.scatter(unit, gradient, weights, self.computed_by[unit.index])
+        else:
+            self.path.send(unit, gradient, weights)
 
     def _take_weights(self, unit: Unit) -> TakesWeights:
         """Keep this rank's weights that are in memory for the update."""
@@ -528,7 +587,7 @@ class Gradients:
     def borrow(self, indices: Iterable[int]) -> None:
         """Borrow window memory that the gradients of these units need, and give back what they do not."""
         several, lent = self.path.collectives is not None, self.prefetcher.residents.borrowed_nbytes
-        opened = [self.units[i] for i in indices if not (several and i in self._leaves)]
+        opened = [self.units[i] for i in indices if not (several and i in self.leaves)]
         if len(opened) < (2 if several else 3) and not lent:
             return
         reserve_nbytes = self._others_nbytes()

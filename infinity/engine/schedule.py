@@ -150,7 +150,7 @@ class LayerSchedule:
         """
         check_model(self._model, self.blocks)
         try:
-            with self.calls.handed_to(Forward(self, (args, kwargs)).call):
+            with self.calls.handed_to(self.begin((args, kwargs)).call):
                 self.loss(*args, **kwargs)
         except Finished as finished:
             return Losses(finished.losses.mean(), finished.losses)
@@ -158,6 +158,10 @@ class LayerSchedule:
             f"{self.blocks}: the forward ended without a call of the last one. Blocks that are skipped "
             "or nested need the ordinary schedule"
         )
+
+    def begin(self, batch: Any) -> "Forward":
+        """Return the forward of a batch, the arguments of a call."""
+        return Forward(self, batch)
 
     def check_beside(self, module: nn.Module) -> None:
         """Raise if ``module``, which gets the whole batch, trains what each slice has its own of."""
@@ -214,8 +218,7 @@ class Forward:
         return output
 
     def _in_slices(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        if "use_cache" in kwargs:
-            kwargs = {**kwargs, "use_cache": False}
+        kwargs = without_cache(kwargs)
         self._check((args, kwargs), block)
         passing, number = self.schedule.passing, self.schedule.blocks.modules.index(block)
         experts = self.schedule.expert_blocks.get(block)
@@ -224,7 +227,7 @@ class Forward:
             given = tree_map(lambda leaf: None if hasattr(leaf, "get_seq_length") else leaf, parts[slices])
             run = partial(_run, block) if experts is None else Call(experts)
             with self.schedule.within(turn):
-                returned = _recomputed(run, given, block)
+                returned = recomputed_block(run, given, block)
             returned.reverse()
             while returned:  # of what departed nothing may be held
                 departed = passing.depart(returned.pop(), self.rows // self.slices, number, len(outputs))
@@ -251,7 +254,7 @@ class Forward:
         for index, batch in enumerate(self._slices(self.batch)):
             with self.schedule.within(self.schedule.turns[index]):
                 losses.append(
-                    _recomputed(partial(self._tail, index, batch), outputs[index], blocks.modules[-1])
+                    recomputed_block(partial(self._tail, index, batch), outputs[index], blocks.modules[-1])
                 )
             self._check_unwritten()
         raise Finished(torch.stack(losses))
@@ -285,11 +288,12 @@ class Forward:
                     "Let the model write into a copy, or use the ordinary schedule"
                 )
 
-    def _slices(self, tree: Any) -> list[Any]:
-        """Cut a tree into one per slice: tensors with all rows are cut, other values are in each."""
+    def _slices(self, tree: Any, rows: int = 0) -> list[Any]:
+        """Cut a tree into one per slice: tensors with all ``rows`` are cut, other values are in each."""
         leaves, spec = tree_flatten(tree)
+        rows = rows or self.rows
         parts = [
-            self._parts(leaf) if _has(leaf, self.rows) or self._of_heads(leaf) else (leaf,) * self.slices
+            self._parts(leaf) if _has(leaf, rows) or self._of_heads(leaf, rows) else (leaf,) * self.slices
             for leaf in leaves
         ]
         return [tree_unflatten([part[index] for part in parts], spec) for index in range(self.slices)]
@@ -301,9 +305,9 @@ class Forward:
             leaf = leaf.whole()
         return torch.split(leaf, len(leaf) // self.slices)
 
-    def _of_heads(self, leaf: Any) -> bool:
+    def _of_heads(self, leaf: Any, rows: int) -> bool:
         """Return whether a leaf has a bias for each head of each row, ``(b * heads, 1, s)`` (ALiBi)."""
-        return self.heads > 0 and _has(leaf, self.rows * self.heads) and leaf.shape[1:2] == (1,)
+        return self.heads > 0 and _has(leaf, rows * self.heads) and leaf.shape[1:2] == (1,)
 
     def _joined(self, trees: Sequence[Any], block: nn.Module) -> Any:
         """Return the tree of the whole batch from the trees that ``block`` returned, one per slice."""
@@ -424,11 +428,15 @@ def check_model(model: nn.Module, blocks: Blocks) -> None:
         )
 
 
+def without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {**kwargs, "use_cache": False} if "use_cache" in kwargs else kwargs
+
+
 def _run(block: nn.Module, given: Sequence[Arguments]) -> list[Any]:
     return [block(*args, **kwargs) for args, kwargs in given]
 
 
-def _recomputed(function: Callable[[Any], Any], tree: Any, block: nn.Module) -> Any:
+def recomputed_block(function: Callable[[Any], Any], tree: Any, block: nn.Module) -> Any:
     """Return ``function(tree)``, recomputed in backward; each :class:`Passed` arrives, both times."""
     leaves, spec = tree_flatten(tree)
     passed = {place: leaf for place, leaf in enumerate(leaves) if isinstance(leaf, Passed)}

@@ -24,6 +24,7 @@ class Calls:
     """
 
     def __init__(self, module: nn.Module, apart: set[nn.Module]) -> None:
+        self.module = module
         #: Where stand-ins take the places of modules, as ``parent._modules[name]``.
         self._places = [(parent, name, StandIn(inner, self)) for parent, name, inner in called(module, apart)]
         self.caller: Caller | None = None

@@ -141,7 +141,7 @@ class Completions:
         self, leaves: frozenset[int], parameters: Callable[[int], tuple[int, int]],
         recomputed: Callable[[int], bool],
     ) -> None:  # fmt: skip
-        self._leaves, self._parameters, self._recomputed = leaves, parameters, recomputed
+        self.leaves, self._parameters, self._recomputed = leaves, parameters, recomputed
         self.syncing = True  # False under no_sync: backward completes no gradients of the step
         # By unit: parameters that fired in this pass, and what ``parameters`` gave.
         self._fired: dict[int, tuple[set[int], int, int]] = {}
@@ -155,7 +155,7 @@ class Completions:
             self._fired[unit] = set(), *self._parameters(unit)
         fired, trainable, count = self._fired[unit]
         fired.update(parameters)
-        if len(fired) < trainable or unit in self._leaves:
+        if len(fired) < trainable or unit in self.leaves:
             return False
         return trainable == count or not self._recomputed(unit)
 

@@ -166,6 +166,8 @@ def _model_table(run: DryRun) -> Table:
         ("machine", describe_machine(run.machine)),
         ("step", step),
         *(("note", note) for note in run.model.notes),
+        *[("note", "planned as without train.stages, so with the weights of all blocks")]
+        * recipe.train.stages,
     ]
     table = make_table(["", ""], rows)
     table.show_header = False

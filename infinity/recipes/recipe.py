@@ -150,6 +150,11 @@ class TrainConfig(Config):
         "staying in memory.device for the next ones; null: all (infinity train: as many as fit)",
         Valid(1, 10**6),
     )
+    stages: bool = setting(
+        False,
+        "with train.schedule=layer: the ranks of a node compute the blocks in turn, for the micro-batches of "
+        "all; a block's weights come to one rank, what it returns goes from rank to rank",
+    )
     sequence_ranks: int = option(
         1,
         "neighbouring ranks that divide each sequence, which may be as many times longer, and in attention "
@@ -171,6 +176,8 @@ class TrainConfig(Config):
         if self.sample_every is not None and self.sample_prompts is None:
             wanted = f"a file of prompts, since train.sample_every={self.sample_every}"
             raise SettingError("sample_prompts", None, wanted)
+        if self.stages and (self.schedule != "layer" or self.sequence_ranks > 1):
+            raise SettingError("stages", True, "false, or train.schedule=layer and train.sequence_ranks=1")
         if self.sequence_ranks > 1:
             if OBJECTIVES[self.task].losses is not None:
                 wanted = f"1 with train.task={self.task}, which compares or labels whole documents"
@@ -309,7 +316,7 @@ class Recipe:
             memory=self.memory, partition=self.partition, durability=self.durability, dtype=self.train.dtype,
             device=self.train.device, rule=self.optim.rule.name, loss_scale=self.optim.loss_scale,
             run_name=self.run.name, resume=self.run.resume, timeline=self.observe.timeline,
-            layer_schedule=self.train.schedule == "layer",
+            layer_schedule=self.train.schedule == "layer", stages=self.train.stages,
         )  # fmt: skip
 
     def value(self, key: str) -> Any:

@@ -4,6 +4,7 @@ from tests.accelerator.harness import DEVICE, HOST, NVME, Scenario
 
 TIGHT, NODES = ("memory.device=64KiB",), "partition.ranks_per_node=2"
 SHARED = "memory.shared=always"
+STAGED = (SHARED, "train.schedule=layer", "train.stages=true")
 #: Gradients that wait for ``step()`` do not fit host memory.
 SMALL = ("memory.nvme=[{folder}]", "memory.host=200KiB", "memory.resident=false", "memory.engine=threads")
 
@@ -133,6 +134,12 @@ SLOW: dict[str, Scenario] = {
         peeks=True,
     ),
     "four ranks that share host memory": Scenario(place=HOST, more=(SHARED,), world=4, steps=2),
+    "two ranks in stages": Scenario(
+        place=HOST, more=(*STAGED, "memory.device=176KiB"), world=2, through=2, steps=2
+    ),
+    "four ranks in stages": Scenario(
+        model="gpt", place=HOST, more=STAGED, world=4, through=1, clip=1.0, steps=2
+    ),
     "shared, quantized base": Scenario(
         base="qwen3_fp8",
         lora=4,
