@@ -1,6 +1,6 @@
 """What ``infinity plan`` predicts beside what runs measure: bytes, peaks of memory and step times.
 
-    python benchmarks/predictions.py [--quick] [--json FILE] [--only WORD]
+    python benchmarks/predictions.py [--quick] [--json FILE] [--only WORD] [--large]
 
 Each run is a recipe in fresh processes, one for each rank: new GPTs, and Llamas whose checkpoint is made
 here.
@@ -8,6 +8,8 @@ Bytes are those of the engine over all measured steps, from one drained pipeline
 medians of the steps. The peak of units is that of their pool; the peak of activations is metered in a step of
 its own. ``others`` are the cores that other programs, or the hypervisor, took meanwhile: times need a quiet
 machine, bytes and peaks do not. Each rank computes on one thread.
+
+``--large`` is one run instead: 2.5 B parameters, all on NVMe (60 GB there; ten minutes).
 """
 
 import json
@@ -59,6 +61,15 @@ RUNS: tuple[tuple[str, int, tuple[str, ...]], ...] = (
     ("Llama, LoRA, small device", 1, (*_LLAMA, *_STREAM, *_KEEP, *_LORA, "memory.device=LEAST")),
     ("Llama, LoRA, two ranks, recomputed", 2, (*_LLAMA, *_STREAM, *_LORA, "memory.activations=recompute")),
 )  # fmt: skip
+#: What a machine of 24 GiB and a drive of 70 GB can hold: its steps are a minute each.
+_XL = ("model.n_layers=32", "model.d_model=2560", "model.n_heads=20", "model.seq_len=128")
+LARGE = (
+    "GPT of 2.5 B, all on NVMe",
+    1,
+    (*_XL, *_KEEP, "train.batch_size=1", "train.dtype=auto", "optim.max_grad_norm=null",
+     "memory.resident=false", "memory.host=2GiB", "memory.device=2GiB"),
+)  # fmt: skip
+LARGE_STEPS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +78,13 @@ class Job:
 
     Attributes:
         way: ``run``; ``make`` saves the Llama.
+        steps: Measured ones.
     """
 
     way: str
     overrides: list[str] = field(default_factory=list)
     llama: str = ""
+    steps: int = STEPS
 
 
 def make(job: Job) -> dict[str, Any]:
@@ -120,7 +133,7 @@ def run(job: Job) -> dict[str, Any]:
             step()
         optimizer.synchronize()
         before, busy_s, began_s = moved(), cores_busy_s(), time.perf_counter()
-        for _ in range(STEPS):
+        for _ in range(job.steps):
             at_s = time.perf_counter()
             step()
             step_s.append(time.perf_counter() - at_s)
@@ -137,9 +150,9 @@ def run(job: Job) -> dict[str, Any]:
             activations = runtime.activations.metered_nbytes
         budgets = optimizer.budgets
         on_demand = runtime.executor().figures.on_demand
-    read, written = ((b - a) / STEPS for a, b in zip(before, after))
+    read, written = ((b - a) / job.steps for a, b in zip(before, after))
     return {
-        "step_s": statistics.median(step_s), "mean_s": all_s / STEPS, "read": read, "written": written,
+        "step_s": statistics.median(step_s), "mean_s": all_s / job.steps, "read": read, "written": written,
         "device": device, "activations": activations, "budgets": budgets, "on_demand": on_demand,
         "others": (all_of_them - world * ours) / all_s,
     }  # fmt: skip
@@ -204,8 +217,9 @@ def off(predicted: float, measured: float) -> float:
 def main(argv: list[str] | None = None) -> None:
     parser = Options(__doc__, "three runs: under a minute", dtype=False)  # in FILE other runs stay
     parser.add_argument("--only", default="", metavar="WORD", help="runs whose name has it")
+    parser.add_argument("--large", action="store_true", help="one run of 2.5 B parameters instead")
     options = parser.parse(argv)
-    chosen = [each for each in RUNS if options.only in each[0]]
+    chosen = [LARGE] if options.large else [each for each in RUNS if options.only in each[0]]
     chosen = chosen[:: max(1, len(chosen) // 3)][:3] if options.quick else chosen
     found: list[dict[str, Any]] = []
     try:
@@ -222,7 +236,7 @@ def keep(run: dict[str, Any], path: Path) -> None:
     """Write a run's figures to ``path``, beside those of other runs that are there already."""
     path.parent.mkdir(parents=True, exist_ok=True)
     there = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-    names = [name for name, _, _ in RUNS]
+    names = [name for name, _, _ in (*RUNS, LARGE)]
     runs = {each["name"]: each for each in [*there, run] if each["name"] in names}
     ordered = sorted(runs.values(), key=lambda each: names.index(each["name"]))
     path.write_text(json.dumps(ordered, indent=2) + "\n", encoding="utf-8")
@@ -249,7 +263,7 @@ def measure_all(chosen: Sequence[tuple[str, int, tuple[str, ...]]], folder: Path
     for name, ranks, given in chosen:
         say(name)
         overrides = overrides_of(given, folder, machine, ranks)
-        job = Job("run", overrides)
+        job = Job("run", overrides, steps=LARGE_STEPS if name == LARGE[0] else STEPS)
         predicted = predict(job, machine, ranks)
         [figures] = processes.run(job, world=ranks, worker=Path(__file__))
         first = figures[0]
