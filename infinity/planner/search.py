@@ -412,6 +412,13 @@ class PlanSearch:
 
     def _best(self, rung: int) -> Candidate | None:
         """Return the fastest plan for this budget, searched from those for the rung below."""
+        found = self._nearby(rung)
+        if found is None or self._is_fast(found):
+            return found
+        again = self._index.again(found.plan)  # what need not leave gains little by it: it is tried here only
+        return self._fastest_of(found, rung, again, [self._everything(again)])
+
+    def _nearby(self, rung: int) -> Candidate | None:
         found = self._faster(None, rung, self._first(self._count, 0))
         found, (self._count, _) = self._climb(found, rung, (self._count, 0), 0)
         for again in self._some_sets() if found is None else ():
@@ -448,21 +455,27 @@ class PlanSearch:
         lifetimes, hardware = self._lifetimes(again), self._hardware
         if best is not None and lifetimes.until_s[-1] >= best.outcome.step_s:
             return best  # not even without any stall
-        everything = self._everything(again)
         if self._least(again) > rung:
             return best
         chosen = self._within(again, rung)
-        choices = [chosen, everything]
+        choices = [chosen]
         if not self._rounded:
             forms = {
                 i: p.coded for i, p in enumerate(lifetimes.periods) if i in chosen and p.coded is not None
             }
             paying = {i for i, f in forms.items() if f.pays(lifetimes.periods[i].nbytes, hardware)}
-            choices[1:1] = [self._coded(again, rung, some) for some in (forms.keys(), paying)]
+            choices += [self._coded(again, rung, some) for some in (forms.keys(), paying)]
+        # What is coded is in memory, too, while it is read: there it may be too much.
+        fitting = [places for places in choices if _peak(lifetimes, places) <= rung]
+        return self._fastest_of(best, rung, again, fitting or [self._everything(again)])
+
+    def _fastest_of(
+        self, best: Candidate | None, rung: int, again: Again, choices: Iterable[Places]
+    ) -> Candidate | None:
+        lifetimes, hardware = self._lifetimes(again), self._hardware
         tried: list[Places] = []
         for places in choices:
-            # What is coded is in memory, too, while it is read: there it may be too much.
-            if places in tried or _peak(lifetimes, places) > rung:
+            if places in tried:
                 continue
             tried.append(places)
             plan = with_loads(lifetimes, places, hardware, rung)
