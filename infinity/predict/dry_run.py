@@ -38,7 +38,6 @@ from infinity.partition.builder import CutSizes
 from infinity.partition.unit import Home
 from infinity.planner.passing import PassingPlan, Rooms, plan_passing
 from infinity.planner.search import device_error, simple_plan
-from infinity.planner.search import plan as make_plan
 from infinity.planner.simulator import play
 from infinity.predict.between import moves
 from infinity.predict.machines import Machine, RankRates, rank_rates
@@ -419,10 +418,10 @@ class DryRun(Layout):
         if self.policy == "offload":
             return simple_plan("offload", profile, hardware)
         if budget.device_nbytes is None:
-            return make_plan(profile, hardware)
+            return self.model.planned(profile, hardware)
         for units_nbytes in dict.fromkeys((budget.division.total, budget.division.least)):
             with suppress(BudgetError):
-                return make_plan(profile, hardware, budget.device_nbytes - units_nbytes)
+                return self.model.planned(profile, hardware, budget.device_nbytes - units_nbytes)
         raise device_error(
             profile, hardware, budget.device_nbytes, budget.division.least, self._auto_logits()
         )

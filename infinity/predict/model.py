@@ -22,13 +22,14 @@ from infinity.checkpoint.forms import decode_checkpoint, read_quantization
 from infinity.checkpoint.load import CheckpointValues, Part, make_part
 from infinity.checkpoint.model import build_model, is_ours, read_config
 from infinity.checkpoint.quantize import template
-from infinity.core.plan import ActivationPlan
+from infinity.core.plan import ActivationPlan, Hardware, Profile
 from infinity.device.machine import DTYPES, Dtype
 from infinity.engine.expert_blocks import ExpertBlock
 from infinity.engine.schedule import Blocks
 from infinity.partition.builder import CutSizes, UnitBuilder
 from infinity.partition.init_context import Construction
 from infinity.partition.unit import StoredForm, Unit, UnitIndex
+from infinity.planner.search import plan as make_plan
 from infinity.predict.operators import OperatorTimes
 from infinity.predict.recording import Batch, Record, no_collection, play
 from infinity.predict.repeats import record
@@ -235,6 +236,15 @@ class ModelWithoutValues:
             of_leaves = frozenset(unit.index for leaf in self.leaves.values() for unit in leaf)
             self._made[key] = play(record, self.units, of_leaves, streaming, window_nbytes)
         return cast(StepTrace, self._made[key])
+
+    def planned(
+        self, profile: Profile, hardware: Hardware, capacity_nbytes: int | None = None
+    ) -> ActivationPlan:
+        """Return the plan for activations; it is searched once, whatever else changes."""
+        key = profile, hardware, capacity_nbytes
+        if key not in self._made:
+            self._made[key] = make_plan(profile, hardware, capacity_nbytes)
+        return cast(ActivationPlan, self._made[key])
 
     @contextmanager
     def _stored_as(self, path: Path | None, form: Any) -> Iterator[Path | None]:
