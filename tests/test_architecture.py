@@ -296,8 +296,8 @@ ROOM_BUDGETS = {
     "observe": 995,
     "optim": 2933,
     "partition": 2790,
-    "planner": 2573,
-    "predict": 5285,
+    "planner": 2586,
+    "predict": 5294,
     "recipes": 1614,
     "shards": 5181,
 }
