@@ -131,6 +131,36 @@ def rounds_roots(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None
 
 
+def summing_in_fp16(device: torch.device, wanted: bool) -> bool | None:
+    """Tell torch whether products of fp16 add up in fp16 in this process; return what it was told before.
+
+    None: this torch, or this kind of device, has no such sums.
+    """
+    products = getattr(getattr(torch.backends, device.type, None), "matmul", None)
+    if not hasattr(products, "allow_fp16_accumulation"):
+        return None
+    before = bool(products.allow_fp16_accumulation)
+    products.allow_fp16_accumulation = wanted
+    return before
+
+
+#: What torch was told before each of those who let products of fp16 add up in fp16 now.
+_told: list[bool] = []
+
+
+def sum_in_fp16(device: torch.device) -> Callable[[], None]:
+    """Let products of fp16 add up in fp16 until the function returned is called, and those of others, too."""
+    _told.append(bool(summing_in_fp16(device, True)))
+
+    def end() -> None:
+        before = _told[0]
+        _told.pop()
+        if not _told:
+            summing_in_fp16(device, before)
+
+    return end
+
+
 def compile_kernel(source: str, name: str, device: torch.device) -> Callable[..., None] | None:
     """Compile a kernel in CUDA C that fuses no multiply-add; None: this device or this torch has no compiler.
 

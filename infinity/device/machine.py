@@ -21,8 +21,9 @@ from typing import Literal
 
 import torch
 
+from infinity.core.config import SettingError
 from infinity.core.process import launched
-from infinity.device.accelerator import synchronize
+from infinity.device.accelerator import sum_in_fp16, summing_in_fp16, synchronize
 
 Dtype = Literal["bf16", "fp16", "fp32"]
 DTYPES: dict[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -37,6 +38,8 @@ _HOPELESS = 0.25
 #: Rows and columns of the matrices, small and large. At 128 a product takes 3 ms where bf16 is emulated.
 CPU_SIZES, ACCELERATOR_SIZES = (128, 256), (512, 2048)
 _TRIES = 4
+#: Sums in fp16 that are not so many times as fast are refused: they only cost precision.
+FP16_SUMS_GAIN = 1.3
 
 _ROOT = Path("/")
 #: By version of control groups: files with limits, the file with the use, and idle page cache's name.
@@ -222,6 +225,41 @@ def multiply_s(dtype: torch.dtype, size: int, device: torch.device) -> float:
     torch.mm(matrix, matrix)
     synchronize(device)
     return time.perf_counter() - began_s
+
+
+def accumulate_in_fp16(device: torch.device, least: Callable[[float], float]) -> Callable[[], None]:
+    """Let products of fp16 add up in fp16 until the function returned is called.
+
+    Every rank must call; ``least`` gives the smallest number of all ranks.
+
+    Raises:
+        SettingError: Some rank's products are no faster so.
+    """
+    gain = fp16_sums_gain(device)
+    slowest = least(gain)
+    if slowest >= FP16_SUMS_GAIN:
+        return sum_in_fp16(device)
+    here = f"are {gain:.2g} times as fast" if gain else "cannot be had (torch 2.7 has them for CUDA)"
+    other = f", on another rank {slowest:.2g} times" if gain >= FP16_SUMS_GAIN else ""
+    raise SettingError("train.accumulate_dtype", "fp16", f"fp32, since sums in fp16 {here}{other}")
+
+
+@functools.cache
+def fp16_sums_gain(device: torch.device) -> float:
+    """Return how many times as fast products of fp16 are that add up in fp16; 0: they cannot.
+
+    Takes some milliseconds, once in a process.
+    """
+    size, times_s = ACCELERATOR_SIZES[-1], list[float]()
+    for wanted in (False, True):
+        before = summing_in_fp16(device, wanted)
+        if before is None:
+            return 0.0
+        try:
+            times_s.append(min(multiply_s(torch.float16, size, device) for _ in range(_TRIES)))
+        finally:
+            summing_in_fp16(device, before)
+    return times_s[0] / times_s[1]
 
 
 #: A slice takes at least this many elements: some 50 us of work, several times what handing it over costs.

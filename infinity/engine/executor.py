@@ -68,6 +68,7 @@ class EngineConfig:
     partition: PartitionConfig = field(default_factory=PartitionConfig)
     durability: DurabilityConfig = field(default_factory=DurabilityConfig)
     dtype: Dtype = "auto"  # of compute; auto: bf16 where every rank multiplies it fast, else fp32
+    accumulate_dtype: Literal["fp32", "fp16"] = "fp32"  # in which products of fp16 add up
     device: str | None = None  # such as ``cuda:1``; None: the accelerator with the rank's number, if any
     rule: str = "adamw"  # by which an optimizer will update; see infinity.optim.rules.find_rule
     loss_scale: float = 2.0**16  # the first one of fp16 training

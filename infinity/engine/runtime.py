@@ -42,7 +42,7 @@ from infinity.core.lifecycle import UnitState
 from infinity.core.plan import Hardware, Place
 from infinity.core.process import OwnedStack, close_collected, uninterrupted, weakly
 from infinity.device.accelerator import bound_kernels, heap_line, memory_nbytes
-from infinity.device.machine import DTYPES, choose_dtype, free_host_nbytes
+from infinity.device.machine import DTYPES, accumulate_in_fp16, choose_dtype, free_host_nbytes
 from infinity.device.memory import Pool
 from infinity.device.numa import bind
 from infinity.engine.device_budget import check_memory
@@ -107,6 +107,7 @@ class Runtime:
             self.config.dtype, device, lambda x: ranks.least(round(1000 * x), "train.dtype") / 1000
         )
         self.config = replace(self.config, dtype=chosen)
+        self._accumulate(device)
         reduction = reduction_dtype(self.config, self.dtype)
         self._prepare(rule)
         if line:
@@ -155,6 +156,17 @@ class Runtime:
         if self.ranks.collectives is None:
             return hit
         return [bool(x) for x in self.ranks.collectives.exchange("any", hit, "tiles of experts").amax(0)]
+
+    def _accumulate(self, device: torch.device) -> None:
+        """Let products add up as the recipe says, which torch can be told for the whole process only."""
+        wanted = self.config.accumulate_dtype
+        for other in (each.config for each in open_runtimes if each is not self):
+            if other.dtype == self.config.dtype == "fp16" and other.accumulate_dtype != wanted:
+                like = f"{other.accumulate_dtype}, as of the fp16 model that is open beside this one"
+                raise SettingError("train.accumulate_dtype", wanted, like)
+        if wanted == "fp16":
+            least = partial(self.ranks.least, where="train.accumulate_dtype")
+            self.stack.callback(accumulate_in_fp16(device, lambda gain: least(round(100 * gain)) / 100))
 
     def note(self, line: str) -> None:
         self.notes.append(line)

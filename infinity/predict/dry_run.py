@@ -102,8 +102,9 @@ class Layout:
 
     @property
     def rates(self) -> RankRates:
-        threads, state = self.recipe.train.threads, self.storage.layout
-        return rank_rates(self.machine, self.model.ranks, self.model.dtype, threads, state)
+        train, state = self.recipe.train, self.storage.layout
+        sums = train.accumulate_dtype
+        return rank_rates(self.machine, self.model.ranks, self.model.dtype, train.threads, state, sums)
 
     @property
     def shares(self) -> bool:
@@ -360,7 +361,7 @@ class DryRun(Layout):
     def mfu(self) -> float:
         """Return ``flops_per_s`` as a share of the device's datasheet figure."""
         devices = self.machine.devices
-        peak = devices.flops_per_s(self.model.dtype) / devices.efficiency
+        peak = devices.flops_per_s(self.model.dtype, self.recipe.train.accumulate_dtype) / devices.efficiency
         return self.flops_per_s / (peak * (1.0 if devices.per_node else 1 / self.model.ranks))
 
     def disk_nbytes(self) -> int:

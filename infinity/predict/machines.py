@@ -26,7 +26,16 @@ from infinity.core.files import is_file, user_path, write_file
 from infinity.core.nbytes import format_nbytes
 from infinity.core.plan import Hardware
 from infinity.device.accelerator import memory_nbytes, name_of, reaches_others, synchronize
-from infinity.device.machine import DTYPES, Dtype, auto_dtype, multiply_s, total_host_nbytes, usable_cores
+from infinity.device.machine import (
+    DTYPES,
+    FP16_SUMS_GAIN,
+    Dtype,
+    auto_dtype,
+    fp16_sums_gain,
+    multiply_s,
+    total_host_nbytes,
+    usable_cores,
+)
 from infinity.nvme.probe import measure
 from infinity.optim.elementwise import ADAMW, ADAMW_8BIT
 from infinity.optim.rule import Rule
@@ -61,6 +70,7 @@ class DevicesConfig(Config):
     memory_bytes_per_s: float | None = setting(None, "bandwidth of that; null: that of host memory", _RATE)
     bf16_flops_per_s: float | None = setting(None, "of dense products; null: emulated", _RATE)
     fp16_flops_per_s: float | None = setting(None, "likewise of fp16", _RATE)
+    fp16_sums_flops_per_s: float | None = setting(None, "of fp16 summed in fp16; null: no faster", _RATE)
     fp32_flops_per_s: float = setting(1e11, "likewise of fp32", _RATE)
     efficiency: float = setting(0.6, "share of those that large products reach", Valid(above=0, most=1))
     operator_s: float = setting(5e-6, "least time of an operator (s)", Valid(0, 1))
@@ -71,9 +81,17 @@ class DevicesConfig(Config):
         if self.per_node and self.memory is None:
             raise SettingError("memory", None, "a size, since devices.per_node is not 0")
 
-    def flops_per_s(self, dtype: Dtype) -> float:
-        """Return the flops per second of a model's matrix products in ``dtype``; emulated dtypes are slow."""
+    def flops_per_s(self, dtype: Dtype, sums: str = "fp32") -> float:
+        """Return the flops per second of a model's matrix products in ``dtype``; emulated dtypes are slow.
+
+        Raises:
+            SettingError: ``sums``, in which products add up, is fp16, and this is no faster.
+        """
         given: float | None = getattr(self, f"{dtype}_flops_per_s")
+        if sums == "fp16":
+            given = self.fp16_sums_flops_per_s
+            if given is None or dtype != "fp16":
+                raise SettingError("train.accumulate_dtype", sums, f"fp32: on {self.name} fp16 is no faster")
         return self.efficiency * (given or self.fp32_flops_per_s / 10)
 
 
@@ -203,11 +221,12 @@ class RankRates:
 
 
 def rank_rates(
-    machine: Machine, ranks: int, dtype: Dtype, threads: int | None = None, state: StateLayout | None = None
-) -> RankRates:
+    machine: Machine, ranks: int, dtype: Dtype, threads: int | None = None,
+    state: StateLayout | None = None, sums: str = "fp32",
+) -> RankRates:  # fmt: skip
     """Return the rates of one of ``ranks`` that compute in ``dtype``, on a thread for each core if None.
 
-    ``state`` is what updates of weights have beside them; None: that of AdamW.
+    ``state`` is what updates of weights have beside them; None: that of AdamW. Products add up in ``sums``.
     """
     devices, links, host, drives = machine.devices, machine.links, machine.host, machine.drives
     local = max(1, ranks // machine.nodes.count)
@@ -242,7 +261,7 @@ def rank_rates(
         update_bytes_per_s=min(of_memory, own * updated),
         background_bytes_per_s=min(of_memory, background * updated),
         decode_bytes_per_s=devices.memory_bytes_per_s or min(of_memory, used * host.core_bytes_per_s),
-        flops_per_s=share * devices.flops_per_s(dtype),
+        flops_per_s=share * devices.flops_per_s(dtype, sums),
         fp32_flops_per_s=share * devices.flops_per_s("fp32"),
         memory_bytes_per_s=share * (devices.memory_bytes_per_s or host.bytes_per_s),
         operator_s=devices.operator_s,
@@ -322,6 +341,8 @@ def probe(directories: Sequence[str | Path]) -> Machine:
         rates: dict[str, Any] = {
             f"{name}_flops_per_s": _flops_per_s(DTYPES[name], device) for name in ("bf16", "fp16", "fp32")
         }
+        if (gain := fp16_sums_gain(device)) >= FP16_SUMS_GAIN:
+            rates["fp16_sums_flops_per_s"] = _rounded(gain * rates["fp16_flops_per_s"])
         devices = replace(devices, **rates)
     finally:
         torch.set_num_threads(threads)
