@@ -7,11 +7,14 @@ proportional set sizes (PSS) of all ranks, beyond that before the model was made
 
     python benchmarks/node_memory.py [--quick] [--json FILE] [--ranks 2,4] [--rounds 3] [--steps 5]
     python benchmarks/node_memory.py --plans [--quick]
+    python benchmarks/node_memory.py --rivals [--quick]
 
 The second form predicts the same beside accelerators: on cards that do not reach each other's memory each
-rank uploads whole units, or uploads its part and gathers the others by host memory.
+rank uploads whole units, or uploads its part and gathers the others by host memory. The third predicts what
+RoundPipe measured on eight RTX 4090 (arXiv:2604.27085), with as many tokens a step as its artifact has.
 """
 
+import itertools
 import json
 import os
 import statistics
@@ -32,6 +35,7 @@ from report import Claim, print_claims, print_table
 from torch import nn
 
 import infinity
+from infinity.core.errors import BudgetError
 from infinity.predict.dry_run import DryRun, dry_run
 from infinity.predict.machines import load_machine
 from infinity.recipes.loading import load_recipe
@@ -180,6 +184,16 @@ PLANS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
         "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960,
     }, (f"lora.rank={RANK}", "lora.target_modules=all-linear")),
 )  # fmt: skip
+#: A model of ``PLANS`` or plans.py, what the recipe says beyond the common part, sequences of 2,048 tokens a
+#: step, and the tokens/s that RoundPipe measured; sequences in a micro-batch, and schedules, that are tried.
+RIVALS: tuple[tuple[str, str, tuple[str, ...], int, float], ...] = (
+    ("Llama-3.1 8B, full", "Llama-3 8B, full", (), 256, 24_275),
+    ("Qwen3-32B, full", "Qwen3-32B, LoRA", (), 128, 5_516),
+    ("Qwen3-235B, LoRA", "Qwen3-235B-A22B", (
+        "lora.rank=32", "lora.target_modules=[q_proj,k_proj,v_proj,o_proj]", "memory.nvme=[nvme]",
+    ), 64, 1_820),
+)  # fmt: skip
+SIZES, SCHEDULES, SUMS = (1, 2, 4, 8), ("step", "layer"), ("fp32", "fp16")
 _COMMON = (
     "model.seq_len=2048", "memory.activations=recompute", "optim.max_grad_norm=null", "train.dtype=bf16",
 )  # fmt: skip
@@ -220,6 +234,55 @@ def plans(cards: Sequence[int], batches: Sequence[tuple[int, int]]) -> None:
     print_table(columns, rows)
 
 
+def rivals(names: Sequence[str], sizes: Sequence[int], schedules: Sequence[str]) -> None:
+    """Print the best plan of each row of ``RIVALS``, by the dtype in which products add up."""
+    from plans import CONFIGS
+
+    configs = CONFIGS | {name: config for name, config, _ in PLANS}
+    on = load_machine("server-4090-800g", ["devices.per_node=8", "links.node_host_bytes_per_s=180e9"])
+    rows = []
+    for name, model, overrides, sequences, theirs in (each for each in RIVALS if each[0] in names):
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(json.dumps(configs[model]))
+            like: DryRun | None = None
+            for sums in SUMS:
+                found = []
+                for size, schedule in itertools.product(sizes, schedules):
+                    given = [
+                        f"model.path={folder}", *_COMMON, *overrides, f"train.batch_size={size}",
+                        f"train.accumulate={sequences // 8 // size}", f"train.schedule={schedule}",
+                        "train.dtype=fp16", f"train.accumulate_dtype={sums}", "memory.host=92GB",
+                        "memory.logits=slices",
+                    ]  # fmt: skip
+                    try:
+                        like = each = dry_run(load_recipe(None, given), on, 8, like)
+                    except BudgetError as error:
+                        say(f"{name}, {size} x {sequences // 8 // size}, {schedule}: {error}")
+                        continue
+                    lacks = "; ".join(each.missing())
+                    say(f"{name}, sums {sums}, {size} x {sequences // 8 // size}, {schedule}: "
+                        f"{each.tokens_per_s:,.0f} {lacks}")  # fmt: skip
+                    if not lacks:
+                        found.append((each.tokens_per_s, size, schedule, each))
+                if not found:
+                    rows.append([name, sums, *[""] * 2, f"{theirs:,.0f}", *[""] * 3, "does not fit"])
+                    continue
+                ours, size, schedule, best = max(found, key=lambda each: each[0])
+                busy = {key: s / best.cost.step_s for key, s in best.cost.busy_s.items() if s}
+                shares = ", ".join(f"{key} {share:.0%}" for key, share in sorted(busy.items(), key=_share))
+                rows.append([
+                    name, sums, f"{size} x {sequences // 8 // size} {schedule}", f"{ours:,.0f}",
+                    f"{theirs:,.0f}", f"{ours / theirs:.2f}x", f"{best.cost.step_s:.2f}", f"{best.mfu:.0%}",
+                    shares,
+                ])  # fmt: skip
+    columns = ["model", "sums", "micro-batches", "tokens/s", "RoundPipe", "ratio", "step (s)", "MFU", "busy"]
+    print_table(columns, rows)
+
+
+def _share(item: tuple[str, float]) -> float:
+    return -item[1]
+
+
 def main(argv: list[str] | None = None) -> None:
     options = Options(__doc__, "two ranks, small blocks, one round", rounds=3, dtype=False)
     options.add_argument("--ranks", default="2,4", help="numbers of ranks")
@@ -228,9 +291,14 @@ def main(argv: list[str] | None = None) -> None:
     options.add_argument("--tokens", type=int, default=256, help="of each rank in a step")
     options.add_argument("--steps", type=int, default=5)
     options.add_argument("--plans", action="store_true", help="predict steps on cards without peers")
+    options.add_argument("--rivals", action="store_true", help="predict what RoundPipe measured")
     given = options.parse(argv, ranks="2", width=128, blocks=3, tokens=16, steps=1, rounds=1)
     if given.plans:
         plans(*((2,), ((1, 1),)) if given.quick else ((2, 8), ((1, 1), (2, 1), (2, 4))))
+    elif given.rivals:
+        small = given.quick
+        rivals([each[0] for each in (RIVALS[:1] if small else RIVALS)], SIZES[: 1 if small else 4],
+               SCHEDULES[: 1 if small else 2])  # fmt: skip
     else:
         print_claims(report(given), given.json and Path(given.json))
 

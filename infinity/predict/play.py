@@ -160,7 +160,7 @@ class _Player:
         if stayed:
             self._updates.when_computed(unit, upload)
         elif not shape.on_nvme:
-            upload()
+            self._updates.when_landed(unit, upload)
         else:
             clock.count(Channel.NVME_READ, shape.read_nbytes)
             read = partial(clock.send, Channel.NVME_READ, shape.read_nbytes, upload)
@@ -574,13 +574,24 @@ class _PlayedUpdates:
         self._proceed(self._queue.submit(job))
 
     def _update_in_memory(self, job: _PlayedUpdate) -> None:
-        """Update a shard in host memory, or on the device, while nothing else computes."""
+        """Update a shard in host memory, beside an accelerator on threads of its own, or on the device."""
         shape, rates = self._setup.units[job.unit], self._setup.rates
         moved = 2 * (shape.weight_nbytes + shape.state_nbytes) + self._setup.gradient_nbytes(job.unit)
         there = job.unit in self._memory.updated
         time_s = moved / (rates.memory_bytes_per_s if there else rates.update_bytes_per_s)
-        self._clock.update(time_s)
+        if there or not self._setup.on_accelerator:
+            self._clock.update(time_s)
+            self._on(job, job.update.landed())
+            return
+        job.when_computed, self._latest[job.unit] = [], job
+        self._clock.serve(UPDATE, time_s, partial(self._end, job))
+
+    def _end(self, job: _PlayedUpdate) -> None:
+        follows, job.when_computed = job.when_computed or (), None
         self._on(job, job.update.landed())
+        for call in (*follows, *job.when_landed):
+            call()
+        job.when_landed.clear()
 
     def _proceed(self, moves: Moves) -> None:
         """Carry out what follows from an event, and begin what can begin now."""

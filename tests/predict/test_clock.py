@@ -258,6 +258,27 @@ def test_units_in_host_memory_move_nothing_to_drives() -> None:
     assert cost.busy_s[UPDATE] > 0
 
 
+def test_beside_an_accelerator_updates_in_host_memory_lag_into_the_next_forward() -> None:
+    units = 6
+    made = setup(units, window=3)
+    made = replace(made, units=tuple(replace(unit, on_nvme=False) for unit in made.units))
+    moved = units * NUMEL * 2 * (2 * 12 + 2) // 2
+    compute_s = play_step(trace(units), made).busy_s["compute"]
+    for share in (0.1, 0.3, 3.0):  # of the step's compute; forward is half of it
+        rates = replace(made.rates, update_bytes_per_s=moved / (share * compute_s))
+        cost = play_step(trace(units), replace(made, rates=rates))
+        assert cost.busy_s[UPDATE] == pytest.approx(share * compute_s)
+        if share < 0.5:
+            assert cost.step_s < 1.02 * compute_s
+        else:  # backward, all updates, and the last unit's forward, whose upload waits for its update
+            least = (share + 0.5) * compute_s
+            assert least < cost.step_s < least + 2 * compute_s / units
+            assert cost.stall_s["update"] > 0
+    # Without an accelerator it is the training thread that updates them.
+    alone = play_step(trace(units), replace(made, on_accelerator=False))
+    assert alone.stall_s["update"] == pytest.approx(alone.busy_s[UPDATE])
+
+
 def test_units_whose_states_are_on_the_device_move_nothing_at_all() -> None:
     made = setup(6, window=3)
     in_host = replace(made, units=tuple(replace(unit, on_nvme=False) for unit in made.units))
@@ -267,6 +288,12 @@ def test_units_whose_states_are_on_the_device_move_nothing_at_all() -> None:
     for channel in ("host to device", "device to host"):
         assert part.nbytes[channel] == pytest.approx(host.nbytes[channel] * 4 / 6, rel=0.2)
     assert part.busy_s[UPDATE] < host.busy_s[UPDATE]
+    # An update in host memory has the next forward; one on the device takes its time from compute.
+    assert host.step_s < part.step_s < 1.01 * host.step_s
+    slow = replace(made.rates, update_bytes_per_s=2e9)
+    part, host = (
+        play_step(trace(6), replace(in_host, division=each, rates=slow)) for each in (division, made.division)
+    )
     assert part.step_s < host.step_s
     assert states < part.device_peak_nbytes <= division.total
     every = replace(division, on_device=tuple(range(6)), states=3 * states, total=division.total + 2 * states)
