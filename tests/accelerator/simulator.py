@@ -175,6 +175,7 @@ class Entry:
     done: bool = False
     started: bool = False
     ended_s: float = 0.0  # on its stream's own time
+    work: tuple[str, float] | None = None  # what it takes of a resource, where work has a pace
 
 
 @dataclass(slots=True, eq=False)
@@ -208,6 +209,10 @@ def _join(into: Clock, other: Clock) -> None:
             into[stream] = seq
 
 
+def _ended_s(marks: Sequence[Mark]) -> float:
+    return max((mark.time_s if mark.last is None else mark.last.ended_s for mark in marks), default=0.0)
+
+
 class Simulator:
     """The devices of one process. Any thread may call.
 
@@ -225,6 +230,7 @@ class Simulator:
         self.before_enqueue: Callable[[], None] = lambda: None
         self.helpers = "infinity/device"  # whose waits count as their callers'
         self.pause_s = 0.0
+        self.pace: Any = None  # how long work lasts: see tests/accelerator/pace.py; None: as long as it takes
         self._flights = HOST
         self.seq = 0
         self.reset("eager")
@@ -276,6 +282,8 @@ class Simulator:
             queue.clock[stream] = self.seq
             self._check(stream, self.seq, what, queue.clock, reads, writes)
             entry = Entry(stream, self.seq, what, run, external)
+            if self.pace is not None:
+                entry.work = self.pace.work(what, [*reads], [*writes])
             queue.entries.append(entry)
             queue.last = entry
             if self.schedule == "eager":
@@ -338,7 +346,11 @@ class Simulator:
             if run is not None:
                 run()
         finally:
-            queue.time_s += time.perf_counter() - began_s
+            if self.pace is None:
+                queue.time_s += time.perf_counter() - began_s
+            elif first.what != "wait":
+                ready_s = max(queue.time_s, began_s)
+                queue.time_s = ready_s if first.work is None else self.pace.take(*first.work, ready_s)
             first.ended_s, first.done = queue.time_s, True
 
     def finish(self, entry: Entry) -> None:
@@ -479,6 +491,8 @@ class Simulator:
             if mark.last is not None and not mark.last.done:
                 self.advance(mark.last)
                 return 0
+            if self.pace is not None and _ended_s([mark]) > time.perf_counter():
+                return 0
             _join(self.host, mark.clock)
             return 1
 
@@ -496,6 +510,8 @@ class Simulator:
             else:
                 marks = [self.mark(s) for s in list(self.queues) if s // STREAMS_PER_DEVICE == device]
             self.host_waits(marks)
+        if self.pace is not None:
+            self.pace.sleep_until(_ended_s(marks))
 
     def host_waits(self, marks: Iterable[Mark]) -> None:
         for mark in marks:
