@@ -136,7 +136,7 @@ def summing_in_fp16(device: torch.device, wanted: bool) -> bool | None:
 
     None: this torch, or this kind of device, has no such sums.
     """
-    products = getattr(getattr(torch.backends, device.type, None), "matmul", None)
+    products: Any = getattr(getattr(torch.backends, device.type, None), "matmul", None)
     if not hasattr(products, "allow_fp16_accumulation"):
         return None
     before = bool(products.allow_fp16_accumulation)
