@@ -179,16 +179,14 @@ _UNEVEN = frozenset(
 
 
 @cache
-def _name_of(operator: Any) -> str:
-    return str(operator)
+def _name_of(operator: Any) -> str | None:
+    """Return the name of an operator that all runs have, and whose results are its own; None: they are not.
 
-
-@cache
-def _is_even(operator: Any) -> bool:
-    """Return whether all runs have an operator, whose results are no views of arguments nor written."""
-    schema = getattr(operator, "_schema", None)
+    Others make views of arguments, or return what they have written.
+    """
+    name, schema = str(operator), getattr(operator, "_schema", None)
     own = schema is not None and all(each.alias_info is None for each in schema.returns)
-    return own and _name_of(operator) not in _UNEVEN
+    return name if own and name not in _UNEVEN else None
 
 
 @cache
@@ -212,7 +210,7 @@ def _dropout_at(operator: Any) -> int | None:
 
 def must_run(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return whether recomputation has to run an operator: it may be random, or not its own in all."""
-    if not _is_even(operator):
+    if _name_of(operator) is None:
         return True
     if torch.Tag.nondeterministic_seeded not in operator.tags:
         return False
@@ -316,12 +314,19 @@ class Watch(TorchDispatchMode):
         """Let what is compiled run as it does elsewhere, in place of operator by operator."""
         return True
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Be quick: ``untraced`` does that, at no cost where nothing is compiled."""
+        return False
+
+    @untraced
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name, kwargs = _name_of(func), kwargs or {}
-        if _is_even(func):
-            self._ran = hash((self._ran, name))
+        if name is None:
+            return func(*args, **kwargs)
+        self._ran = hash((self._ran, name))
         if name not in self._names:
             return func(*args, **kwargs)
         key = name, self._numbers[name]

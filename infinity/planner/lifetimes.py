@@ -299,7 +299,8 @@ class _Packing:
         for slot, block in self.dropped:
             _, _, needed_by = self.packed.get(slot.storage, (None, None, ()))  # as inputs of others
             firsts = (of.backward[0] for of, _ in needed_by)
-            gone = max(self._index.last_use.get(slot.storage, 0), storages[slot.storage].born, *firsts) + 1
+            # Until forward returns, variables may hold it.
+            gone = max(self._index.last_use.get(slot.storage, 0), block.forward[1] - 1, *firsts) + 1
             if storages[slot.storage].kind in MADE and gone < block.backward[0]:
                 resident[gone : block.backward[0]] -= slot.nbytes
         for slot, block in self.twice:

@@ -341,5 +341,5 @@ def test_the_peak_is_the_predicted_one(name, share, stage, monkeypatch):
     step(planned(plan), meter := MemoryMeter())
     peak_nbytes = meter.peak_nbytes([p.grad for p in model.parameters() if p.grad is not None])
     predicted = play(profile, plan, Hardware(0.0, 0.0, 0.0, 0.0)).peak_nbytes
-    # Local variables of a forward hold a tensor for longer than its operators do: here up to 5.5 %.
-    assert predicted == pytest.approx(peak_nbytes, rel=0.06)
+    # What variables may hold until a forward returns counts until then.
+    assert 0.97 * peak_nbytes <= predicted <= 1.06 * peak_nbytes
