@@ -282,7 +282,7 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 #: The most lines of each room. A number rises only in a commit whose body says what left instead.
 ROOM_BUDGETS = {
     "": 618,
-    "activations": 3191,
+    "activations": 3196,
     "api": 4273,
     "app": 2823,
     "checkpoint": 4114,
@@ -296,7 +296,7 @@ ROOM_BUDGETS = {
     "observe": 995,
     "optim": 2933,
     "partition": 2790,
-    "planner": 2586,
+    "planner": 2587,
     "predict": 5327,
     "recipes": 1623,
     "shards": 5181,
