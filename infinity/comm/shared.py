@@ -45,8 +45,12 @@ _PAUSE_S = 5e-4
 
 def _new_file(word: bytes) -> int:
     file = os.memfd_create("infinity")
-    os.ftruncate(file, _ADDRESSES * rounded(total_host_nbytes()))
-    os.pwrite(file, word, 0)
+    try:
+        os.ftruncate(file, _ADDRESSES * rounded(total_host_nbytes()))
+        os.pwrite(file, word, 0)
+    except BaseException:
+        os.close(file)
+        raise
     return file
 
 
