@@ -366,7 +366,8 @@ class PlanSearch:
             if candidate is None or candidate.outcome.step_s > allowed_s:
                 low = at + 1
             else:
-                best, high = candidate, at
+                high = at  # unbound, a smaller rung's plan may have the same peak
+                best = min(best, candidate, key=lambda each: (each.outcome.peak_nbytes, each.outcome.step_s))
             at = (low + high) // 2
         lifetimes = self._under(best.plan)
         simulator = Simulator(lifetimes, best.plan, self._hardware)
