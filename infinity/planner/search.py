@@ -471,14 +471,12 @@ class PlanSearch:
         return self._fastest_of(best, rung, again, fitting or [self._everything(again)])
 
     def _fastest_of(
-        self, best: Candidate | None, rung: int, again: Again, choices: Iterable[Places]
+        self, best: Candidate | None, rung: int, again: Again, choices: Sequence[Places]
     ) -> Candidate | None:
         lifetimes, hardware = self._lifetimes(again), self._hardware
-        tried: list[Places] = []
-        for places in choices:
-            if places in tried:
+        for number, places in enumerate(choices):
+            if places in choices[:number]:
                 continue
-            tried.append(places)
             plan = with_loads(lifetimes, places, hardware, rung)
             found = within(lifetimes, plan, hardware, rung)
             if best is None or found.outcome.step_s < best.outcome.step_s:
