@@ -296,7 +296,7 @@ ROOM_BUDGETS = {
     "observe": 995,
     "optim": 2933,
     "partition": 2790,
-    "planner": 2588,
+    "planner": 2586,
     "predict": 5327,
     "recipes": 1623,
     "shards": 5181,
