@@ -341,5 +341,6 @@ def test_the_peak_is_the_predicted_one(name, share, stage, monkeypatch):
     step(planned(plan), meter := MemoryMeter())
     peak_nbytes = meter.peak_nbytes([p.grad for p in model.parameters() if p.grad is not None])
     predicted = play(profile, plan, Hardware(0.0, 0.0, 0.0, 0.0)).peak_nbytes
-    # What variables may hold until a forward returns counts until then.
-    assert 0.97 * peak_nbytes <= predicted <= 1.06 * peak_nbytes
+    # What variables may hold until a forward returns counts until then, beside the copies of what stays.
+    assert predicted >= 0.97 * peak_nbytes
+    assert share or predicted <= 1.05 * peak_nbytes
