@@ -327,6 +327,8 @@ of one core; rows that the JSON file has are not planned again. Figures of the m
 [datasheets](../../infinity/predict/hardware): nothing was trained or measured on them.
 In brackets: what a step would be without the change. Rows of `BEST` in the script that are missing here
 have not been planned yet: the command above goes on with them.
+These rows are of November 2026, before the clock let updates in host memory lag into the next forward pass,
+as they do beside an accelerator: steps with states there may be shorter.
 
 For Qwen3-235B-A22B at 131,072 tokens a step RoundPipe reports 480 tokens/s on one of eight RTX 4090 (its
 README), with all weights in 800 GB of host memory: that is server-4090-800g, and not desktop-4090-64g, which
