@@ -286,7 +286,7 @@ ROOM_BUDGETS = {
     "api": 4273,
     "app": 2823,
     "checkpoint": 4114,
-    "comm": 1930,
+    "comm": 1921,
     "core": 2275,
     "data": 2725,
     "device": 1287,

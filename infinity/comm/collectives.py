@@ -301,16 +301,7 @@ class Collectives:
 
     def share(self, value: T, where: str) -> T:
         """Return rank 0's ``value`` on every rank; blocks."""
-        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-
-        def issue(*_: Any) -> Any:
-            nbytes = int(self._of_all_ranks(torch.tensor([len(mine)], device="cpu"))[0])
-            given = mine if self.rank == 0 else torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
-            self._end(dist.broadcast(given, src=0, group=self._control, async_op=True), self._control)
-            return pickle.loads(given.numpy().tobytes())
-
-        shared: T = self._submit("share", 0, where, issue).value()
-        return shared
+        return self.share_all(value, where)[0]
 
     def share_all(self, value: T, where: str) -> list[T]:
         """Return the ``value`` of each rank; blocks."""
@@ -323,7 +314,7 @@ class Collectives:
             everyone = zip(self._of_all_ranks(padded), sizes, strict=True)
             return [pickle.loads(row[:size].numpy().tobytes()) for row, size in everyone]
 
-        shared: list[T] = self._submit("share", 1, where, issue).value()
+        shared: list[T] = self._submit("share", 0, where, issue).value()
         return shared
 
     def all_to_all(self, where: str, given: Tensor, sent: list[int], got: list[int]) -> Tensor:

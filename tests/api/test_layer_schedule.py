@@ -50,11 +50,13 @@ def whole(batch: Any, step: int, micro_batches: int, rank: int = 0, world: int =
 
 def train_by_layer(
     name: str, overrides: list[str], *, micro_batches: int, dtype: str = "bf16", rule: Rule = FREE,
-    steps: int = 4, dropout: float = 0.0,
+    steps: int = 4, dropout: float = 0.0, frozen: str = "",
 ) -> Trained:  # fmt: skip
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     factory, batch = models.build(name, seed=3, dropout=dropout)
     model = build(factory, dtype, overrides)
+    for each in model.get_submodule(frozen).parameters() if frozen else ():
+        each.requires_grad_(False)
     optimizer, out = optimizer_for(model, rule), Trained()
     with contextlib.closing(optimizer):
         scheduled = infinity.layer_schedule(model, micro_batches)

@@ -13,7 +13,7 @@ from torch import Tensor
 import infinity
 from infinity.core.errors import StateError
 from infinity.engine.schedule import LayerSchedule
-from tests.api.test_layer_schedule import CLIPPED, FREE, whole
+from tests.api.test_layer_schedule import CLIPPED, FREE, train_by_layer, whole
 from tests.helpers import models
 from tests.helpers.launch import RanksError, mark, run_ranks, start_ranks
 from tests.helpers.reference import Reference, Rule
@@ -32,21 +32,9 @@ def train(
     name: str, micro_batches: int, dtype: str, rule: Rule, overrides: list[str], frozen: str = "",
     steps: int = STEPS,
 ) -> Trained:  # fmt: skip
-    factory, batch = models.build(name, seed=3)
-    model, out = build(factory, dtype, overrides), Trained()
-    for each in model.get_submodule(frozen).parameters() if frozen else ():
-        each.requires_grad_(False)
-    optimizer = optimizer_for(model, rule)
-    with contextlib.closing(optimizer):
-        scheduled = infinity.layer_schedule(model, micro_batches)
-        for step in range(steps):
-            losses = scheduled(**whole(batch, step, micro_batches, *place()))
-            losses.loss.backward()
-            optimizer.step()
-            out.losses += losses.losses.tolist()
-            out.norms.append(optimizer.grad_norm)
-        out.weights = infinity.state_dict(model, every_rank=True)
-    return out
+    return train_by_layer(
+        name, overrides, micro_batches=micro_batches, dtype=dtype, rule=rule, steps=steps, frozen=frozen
+    )
 
 
 class Summed:
