@@ -284,7 +284,7 @@ ROOM_BUDGETS = {
     "": 618,
     "activations": 3196,
     "api": 4273,
-    "app": 2823,
+    "app": 2826,
     "checkpoint": 4114,
     "comm": 1921,
     "core": 2275,
