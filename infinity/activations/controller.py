@@ -198,6 +198,8 @@ class PassTime:
     nbytes_stored: int
     nbytes_loaded: int
     waited_s: float
+    moves: int
+    handled_s: float  # its share in starting so many stores and loads, and in reading what came
     updates: bool
 
     def moving_share(self, s_per_byte: float) -> float:
@@ -207,7 +209,7 @@ class PassTime:
 
     def compute_s(self, s_per_byte: float) -> float:
         """Return the seconds that the pass takes when nothing moves and nothing is waited for."""
-        return (self.time_s - self.waited_s) * (1 - self.moving_share(s_per_byte))
+        return (self.time_s - self.waited_s - self.handled_s) * (1 - self.moving_share(s_per_byte))
 
 
 class PassTimer:
@@ -217,7 +219,7 @@ class PassTimer:
         self.begun = self.steps = 0  # passes; steps that have ended
         self.ended = deque[PassTime](maxlen=REMEMBERED)
         self._stats = stats
-        self._mark: tuple[float, int, int, float] | None = None
+        self._mark: tuple[float, ...] | None = None
 
     def begin(self) -> None:
         self.begun += 1
@@ -225,18 +227,22 @@ class PassTimer:
 
     def end(self, *, updates: bool) -> None:
         if self._mark is not None:
-            time_s, stored, loaded, waited_s = (now - was for now, was in zip(self._figures(), self._mark))
+            time_s, stored, loaded, waited_s, moves, handled_s = (
+                now - was for now, was in zip(self._figures(), self._mark)
+            )
             self._mark = None
             self.steps += updates
-            self.ended.append(PassTime(self.begun - 1, time_s, int(stored), int(loaded), waited_s, updates))
+            moved = int(stored), int(loaded), waited_s, int(moves), handled_s
+            self.ended.append(PassTime(self.begun - 1, time_s, *moved, updates))
 
     def alike(self, first: int, *, updates: bool) -> list[PassTime]:
         """Return passes from number ``first`` on, either those with the step's updates or those without."""
         return [each for each in self.ended if each.number >= first and each.updates is updates]
 
-    def _figures(self) -> tuple[float, int, int, float]:
+    def _figures(self) -> tuple[float, ...]:
         stats = self._stats
-        return time.perf_counter(), stats.nbytes_stored, stats.nbytes_loaded, stats.waited_s
+        moved = stats.nbytes_stored, stats.nbytes_loaded, stats.waited_s, stats.moves, stats.handled_s
+        return time.perf_counter(), *moved
 
 
 class Activations:
@@ -360,6 +366,8 @@ class Activations:
         began_s, hardware = time.perf_counter(), self._hardware()
         # Seconds of a pass when everything is kept, without waits: see [Note: the time of a pass].
         alike = self.passes.alike(_WARM, updates=self._updates)
+        per_move_s = min(each.handled_s / max(1, each.moves) for each in alike)
+        hardware = replace(hardware, compute_s_per_move=per_move_s)
         recorded_s = profile.step_s * (1 - alike[-1].moving_share(hardware.compute_s_per_byte))
         pace_s = min(recorded_s, *(each.compute_s(hardware.compute_s_per_byte) for each in alike))
         padding_nbytes = max((store.padding_nbytes for store in self.cache.stores.values()), default=0)

@@ -28,8 +28,8 @@ import time
 import weakref
 from bisect import bisect_left
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -63,6 +63,8 @@ class ActivationStats:
         self.forwarded = 0  # reads of slots in memory whose store had not ended
         self.on_demand = 0  # loads that no plan had started
         self.waited_s = 0.0  # by the training thread, for stores and loads
+        self.moves = 0  # stores and loads that it has started
+        self.handled_s = 0.0  # that it took to start them, and to read what came; on the CPU
         #: Of collected slots, what :meth:`free_dropped` gives back: stored bytes, bytes in memory.
         self.dropped: deque[tuple[StoredActivation | None, int]] = deque()
 
@@ -176,6 +178,7 @@ class Slot:
             assert self._stored is not None
             self._loading = self._stored.load()
             self._stats.nbytes_loaded += self._stored.moved_nbytes
+            self._stats.moves += 1
             self.lifecycle.move(S.LOADING)
             return True
 
@@ -237,6 +240,7 @@ class StoreQueue:
         """Store ``slot`` when its turn comes; return its number, which grows. DiskError: no room."""
         self.check()
         slot.reserve(store, form)
+        self._stats.moves += 1
         with self._lock:
             self._number = number = self._number + 1
             self._waiting[weakref.ref(slot)] = number, slot.nbytes
@@ -531,7 +535,7 @@ class TensorCache:
             self.profiler.saves()
         if record is None or not self._takes(tensor):
             return KeptTensor(tensor)
-        with self._unprofiled():
+        with self._handling():
             self.stats.free_dropped()
             storage = tensor.untyped_storage()
             slot = self._slots.get(storage._cdata)
@@ -581,7 +585,7 @@ class TensorCache:
         kept = packed.check()
         if not isinstance(packed, SlotHandle):
             return kept
-        with self._unprofiled():
+        with self._handling():
             self.stats.free_dropped()
             tensor = self._read(packed)
         if self.profiler is not None:
@@ -637,8 +641,16 @@ class TensorCache:
         finally:
             self.stats.waited_s += time.perf_counter() - began_s
 
-    def _unprofiled(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.profiler is None else self.profiler.paused()
+    @contextmanager
+    def _handling(self) -> Iterator[None]:
+        """Count the time of what runs inside, less its waits, and leave it out of a profile."""
+        stats, began_s = self.stats, time.perf_counter() - self.stats.waited_s
+        try:
+            with nullcontext() if self.profiler is None else self.profiler.paused():
+                yield
+        finally:
+            if self.device.type == "cpu":  # an accelerator computes meanwhile
+                stats.handled_s += time.perf_counter() - stats.waited_s - began_s
 
     def close(self) -> None:
         """Finish what is in flight; graphs that still live can then read only bytes that are in memory."""

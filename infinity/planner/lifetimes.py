@@ -45,6 +45,8 @@ MADE = frozenset({Kind.ACTIVATION, Kind.WORKING})
 WATCHED_S = 5e-5
 #: What a copy takes for each byte of what a kept operator makes, there: into memory that is new.
 COPIED_S = 2.5e-10
+#: What starting a store or a load takes of a CPU that also computes, and what reading it takes later, there.
+MOVED_S = 2.5e-4
 
 
 def operator_times(profile: Profile) -> np.ndarray:

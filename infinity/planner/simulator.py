@@ -21,7 +21,8 @@ the fullest position counts, with what was away before. With a timeline it stops
 Between two events every rate is constant. A channel moves one transfer after the other in the order of
 submission. A transfer's first byte moves ``latency_s`` after it was submitted, even if it waited for others
 meanwhile: the cache has several of them on their way. Compute beside transfers loses ``compute_s_per_byte``
-for each of their bytes, but never stands still: the operating system gives it a share of the cores.
+for each of their bytes, but never stands still: the operating system gives it a share of the cores. It also
+stands still for ``compute_s_per_move`` where it starts a store or a load.
 
 [Note: reads beside writes]
 When an NVMe drive reads and writes at once, both together move ``mixed_bytes_per_s``, half each as far as
@@ -233,7 +234,7 @@ class _Slots:
 
     def __init__(
         self, lifetimes: Lifetimes, plan: ActivationPlan, queues: Queues,
-        move: Callable[[int, int, float, str, Callable[[], object]], Job],
+        move: Callable[[int, int, float, str, Callable[[], object]], Job], handle: Callable[[], None],
     ) -> None:  # fmt: skip
         index = lifetimes.index
         self.all = {
@@ -245,7 +246,7 @@ class _Slots:
         self.loads: defaultdict[int | None, list[int]] = defaultdict(list)
         for load in plan.loads:
             self.loads[None if load.after is None else index[load.after]].append(index[load.slot])
-        self._queues, self._move = queues, move
+        self._queues, self._move, self._handle = queues, move, handle
         self.at = 0  # the position of compute
         self._storing: list[tuple[SlotKey, int]] = []  # a heap of slots, of which some may have been stored
         # Within a capacity no store may hold what backward has released.
@@ -262,6 +263,7 @@ class _Slots:
         self.backlog.add(slot.period.nbytes)
         self.host.add(slot.host_nbytes)
         self._submit(STORE[slot.place][0], index)
+        self._handle()
 
     def has_stored(self, index: int) -> bool:
         """Return whether no store of the slot, or of one packed before it, is still to end."""
@@ -330,6 +332,7 @@ class _Slots:
             slot.state, slot.is_away = SlotState.LOADING, False
             self.away_nbytes -= slot.period.nbytes
             self._submit(LOAD[slot.place][0], index)
+            self._handle()
         elif slot.state is SlotState.STORED:
             slot.state = SlotState.RESIDENT
         elif slot.state is SlotState.STORING:
@@ -371,7 +374,8 @@ class Simulator:
         self._memory: list[int] = lifetimes.memory.tolist()
         self._rates, self._latency_s = channel_rates(hardware), hardware.latency_s
         self._queues = Queues(_QUEUES, partial(_speeds_of, hardware))
-        self.slots = _Slots(lifetimes, plan, self._queues, self._move)
+        self._s_per_move = hardware.compute_s_per_move
+        self.slots = _Slots(lifetimes, plan, self._queues, self._move, self._handle)
         self._agenda = self._actions(plan.waits)
         self._stall_s = 0.0
         self._peak_nbytes = 0
@@ -487,6 +491,11 @@ class Simulator:
         job = Job(work / self._rates[channel], end, ready_s=ready_s)
         self._queues.add(queue, job)
         return job
+
+    def _handle(self) -> None:
+        left_s = self._s_per_move
+        while left_s:
+            left_s = self._queues.compute(left_s)
 
     def _move_units(self, traffic: Traffic) -> None:
         for channel, nbytes in ((_WRITE, traffic.nbytes_written), (_READ, traffic.nbytes_read)):

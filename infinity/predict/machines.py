@@ -41,6 +41,7 @@ from infinity.optim.elementwise import ADAMW, ADAMW_8BIT
 from infinity.optim.rule import Rule
 from infinity.optim.rules import HostRule
 from infinity.optim.state import Quantized, StateLayout
+from infinity.planner.lifetimes import MOVED_S
 from infinity.recipes.loading import load_sections
 
 _RATE = Valid(least=1.0, most=1e18)
@@ -244,6 +245,7 @@ def rank_rates(
         host_bytes_per_s=link,
         latency_s=LATENCY_S,
         compute_s_per_byte=0.0 if machine.on_accelerator else drives.core_s_per_byte,
+        compute_s_per_move=0.0 if machine.on_accelerator else MOVED_S,
     )
     between = links.device_bytes_per_s or (link if machine.on_accelerator else host.bytes_per_s / 8)
     if not machine.on_accelerator:

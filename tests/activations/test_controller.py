@@ -22,7 +22,8 @@ def run(
     clock[0] += time_s
     stats.nbytes_stored += 10
     stats.nbytes_loaded += 7
-    stats.waited_s += time_s / 4
+    stats.waited_s += time_s / 8
+    stats.handled_s += time_s / 8
     passes.end(updates=updates)
     clock[0] += 1000.0  # what lies between passes belongs to none
 

@@ -246,7 +246,8 @@ def random_hardware(draw: st.DrawFn) -> Hardware:
     host_nbytes = draw(st.sampled_from([0, 100 * 1024, 1 << 30]))
     latency_s = draw(st.sampled_from([0.0, 1e-5]))
     per_byte_s = draw(st.sampled_from([0.0, 0.1 / (read + write)]))
-    return Hardware(read, write, mixed, draw(rate), latency_s, host_nbytes, per_byte_s)
+    per_move_s = draw(st.sampled_from([0.0, 1e-4]))
+    return Hardware(read, write, mixed, draw(rate), latency_s, host_nbytes, per_byte_s, 0.0, per_move_s)
 
 
 def smallest_budget(profile: Profile, channels: Hardware) -> int:

@@ -124,7 +124,7 @@ def test_memory_is_never_negative_and_nothing_is_left(case: tuple[Profile, Activ
 @given(cases())
 def test_a_step_is_compute_recomputation_and_stalls(case: tuple[Profile, ActivationPlan, Hardware]) -> None:
     profile, plan, channels = case
-    plain = replace(channels, compute_s_per_byte=0.0)
+    plain = replace(channels, compute_s_per_byte=0.0, compute_s_per_move=0.0)
     outcome, timeline = play_in_detail(profile, plan, plain)
     parts_s = profile.step_s + outcome.recompute_s + outcome.stall_s
     assert outcome.step_s == pytest.approx(parts_s)
@@ -193,7 +193,7 @@ def test_every_load_has_ended_before_backward_uses_the_slot(
     case: tuple[Profile, ActivationPlan, Hardware],
 ) -> None:
     profile, plan, channels = case
-    channels = replace(channels, compute_s_per_byte=0.0)
+    channels = replace(channels, compute_s_per_byte=0.0, compute_s_per_move=0.0)
     outcome, timeline = play_in_detail(profile, plan, channels)
     # Compute reaches an operator after all that comes before it, and not before its slots are there.
     work_s = outcome.step_s - outcome.stall_s - outcome.recompute_s
@@ -258,6 +258,15 @@ def test_a_load_that_starts_late_stalls_as_long_as_it_lacks() -> None:
 def test_a_slot_that_nobody_loads_ahead_is_loaded_when_backward_asks() -> None:
     outcome = play(chain(), ActivationPlan("hand", {FIRST: Place.NVME}), SLOW)
     assert (outcome.step_s, outcome.stall_s, outcome.nbytes_loaded) == (8.0, 2.0, 100)
+
+
+def test_starting_a_move_takes_compute_its_time() -> None:
+    dear = replace(SLOW, compute_s_per_move=0.125)
+    outcome, timeline = play_in_detail(chain(), send(None), dear)
+    assert times(timeline, "NVMe write") == [(1.0, 2.0)]
+    assert times(timeline, "NVMe read") == [(3.125, 5.125)]  # backward began later, by the store
+    assert (outcome.step_s, outcome.stall_s) == (6.25, 0.0)
+    assert play(chain(), KEEP, dear).step_s == 6.0
 
 
 def test_what_is_not_stored_when_backward_asks_is_served_from_memory() -> None:
