@@ -282,12 +282,12 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 #: The most lines of each room. A number rises only in a commit whose body says what left instead.
 ROOM_BUDGETS = {
     "": 618,
-    "activations": 3196,
+    "activations": 3216,
     "api": 4273,
     "app": 2826,
     "checkpoint": 4114,
     "comm": 1921,
-    "core": 2275,
+    "core": 2276,
     "data": 2725,
     "device": 1287,
     "engine": 5279,
@@ -296,8 +296,8 @@ ROOM_BUDGETS = {
     "observe": 995,
     "optim": 2933,
     "partition": 2790,
-    "planner": 2586,
-    "predict": 5327,
+    "planner": 2597,
+    "predict": 5329,
     "recipes": 1623,
     "shards": 5181,
 }
