@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from infinity.activations import tensor_cache
-from infinity.activations.profiler import MemoryMeter, Profiler
+from infinity.activations.profiler import MemoryMeter, Profiler, storages_of
 from infinity.activations.recompute import (
     KeptOperators,
     KeptOutputs,
@@ -50,7 +50,6 @@ from infinity.activations.tensor_cache import (
     PassRecord,
     TensorCache,
     planned,
-    storages_of,
     uniform,
 )
 from infinity.core.errors import BudgetError

@@ -23,8 +23,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from infinity.activations import tensor_cache
+from infinity.activations.profiler import is_plain
 from infinity.activations.recompute import in_backward, node
-from infinity.activations.tensor_cache import Slot, SlotHandle, TensorCache, is_plain
+from infinity.activations.tensor_cache import Slot, SlotHandle, TensorCache
 from infinity.core.plan import Place, SlotKey
 from infinity.core.process import uninterrupted
 from infinity.planner.passing import PassingPlan, Rooms, plan_passing

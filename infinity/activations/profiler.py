@@ -45,6 +45,21 @@ from infinity.device.accelerator import synchronize, timed_event
 NO_NODE = -1
 
 
+def storages_of(tensors: Iterable[Tensor]) -> "weakref.WeakSet[torch.UntypedStorage]":
+    """Return the storages of ``tensors``, held weakly; see [Note: identity]."""
+    return weakref.WeakSet(tensor.untyped_storage() for tensor in tensors if is_plain(tensor))
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Return whether storage, offset, sizes and strides describe all of a tensor."""
+    return (
+        type(tensor) in (Tensor, torch.nn.Parameter)
+        and tensor.layout is torch.strided
+        and not (tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+        and tensor.device.type != "meta"
+    )
+
+
 @dataclass(slots=True)
 class Life:
     """Records the life of a storage; a moment is the number of operators that had ended."""

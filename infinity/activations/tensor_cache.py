@@ -28,7 +28,7 @@ import time
 import weakref
 from bisect import bisect_left
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from infinity.activations.codecs import Coding
-from infinity.activations.profiler import Profiler
+from infinity.activations.profiler import Profiler, is_plain
 from infinity.activations.recompute import KeptOperators, untraced
 from infinity.activations.store import PLAIN, ActivationStore, Form, Loading, StoredActivation
 from infinity.core.errors import StateError
@@ -63,8 +63,7 @@ class ActivationStats:
         self.forwarded = 0  # reads of slots in memory whose store had not ended
         self.on_demand = 0  # loads that no plan had started
         self.waited_s = 0.0  # by the training thread, for stores and loads
-        self.moves = 0  # stores and loads that it has started
-        self.handled_s = 0.0  # that it took to start them, and to read what came; on the CPU
+        self.moves, self.handled_s = 0, 0.0  # that it started; to start and read them, on the CPU
         #: Of collected slots, what :meth:`free_dropped` gives back: stored bytes, bytes in memory.
         self.dropped: deque[tuple[StoredActivation | None, int]] = deque()
 
@@ -490,21 +489,6 @@ class SlotHandle(KeptTensor):
         return empty.set_(storage, offset, self._size, self._stride)
 
 
-def storages_of(tensors: Iterable[Tensor]) -> "weakref.WeakSet[torch.UntypedStorage]":
-    """Return the storages of ``tensors``, held weakly; see [Note: identity]."""
-    return weakref.WeakSet(tensor.untyped_storage() for tensor in tensors if is_plain(tensor))
-
-
-def is_plain(tensor: Tensor) -> bool:
-    """Return whether storage, offset, sizes and strides describe all of a tensor."""
-    return (
-        type(tensor) in (Tensor, torch.nn.Parameter)
-        and tensor.layout is torch.strided
-        and not (tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
-        and tensor.device.type != "meta"
-    )
-
-
 class TensorCache:
     """Packs and unpacks the saved tensors of one model; called by the training thread.
 
@@ -645,12 +629,10 @@ class TensorCache:
     def _handling(self) -> Iterator[None]:
         """Count the time of what runs inside, less its waits, and leave it out of a profile."""
         stats, began_s = self.stats, time.perf_counter() - self.stats.waited_s
-        try:
-            with nullcontext() if self.profiler is None else self.profiler.paused():
-                yield
-        finally:
-            if self.device.type == "cpu":  # an accelerator computes meanwhile
-                stats.handled_s += time.perf_counter() - stats.waited_s - began_s
+        with nullcontext() if self.profiler is None else self.profiler.paused():
+            yield
+        if self.device.type == "cpu":  # an accelerator computes meanwhile
+            stats.handled_s += time.perf_counter() - stats.waited_s - began_s
 
     def close(self) -> None:
         """Finish what is in flight; graphs that still live can then read only bytes that are in memory."""

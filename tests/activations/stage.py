@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from infinity.activations.controller import recomputable_blocks, tracked
+from infinity.activations.profiler import storages_of
 from infinity.activations.recompute import KeptOperators
 from infinity.activations.store import DirectStore, StagedStore, open_stores
 from infinity.activations.tensor_cache import (
@@ -19,7 +20,6 @@ from infinity.activations.tensor_cache import (
     PassRecord,
     Slot,
     TensorCache,
-    storages_of,
     uniform,
 )
 from infinity.core.plan import Place

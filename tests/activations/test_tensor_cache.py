@@ -7,13 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from infinity.activations.tensor_cache import (
-    KeptTensor,
-    is_plain,
-    planned,
-    storages_of,
-    uniform,
-)
+from infinity.activations.profiler import is_plain, storages_of
+from infinity.activations.tensor_cache import KeptTensor, planned, uniform
 from infinity.core.plan import ActivationPlan, Load, Place, SlotKey
 from tests.activations.stage import STORE, assert_parity, cached_gradients, gradients
 from tests.helpers.limits import comes_true
