@@ -282,7 +282,7 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 #: The most lines of each room. A number rises only in a commit whose body says what left instead.
 ROOM_BUDGETS = {
     "": 618,
-    "activations": 3216,
+    "activations": 3213,
     "api": 4273,
     "app": 2826,
     "checkpoint": 4114,
