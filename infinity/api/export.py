@@ -309,6 +309,7 @@ def plan_export(model: nn.Module, named: Mapping[str, Tensor], units: UnitIndex)
 
     ``named`` are its tensors by its own names; those that no unit of ``units`` has are whole on every rank.
     """
+    units.parts.check_none("an export")
 
     def end(name: str) -> tuple[int, str, int]:
         tiles: Any = units.places(cast(Any, named[name]))

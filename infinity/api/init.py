@@ -27,7 +27,7 @@ from infinity.core.errors import CheckpointError, InfinityError, StateError, lib
 from infinity.core.files import own_directory, shared_directory, user_path
 from infinity.core.nbytes import format_nbytes
 from infinity.core.process import UninterruptedExit, uninterrupted, weakly
-from infinity.engine.executor import engine_config
+from infinity.engine.executor import check_mesh, engine_config
 from infinity.engine.gradients import OnGradient
 from infinity.engine.runtime import Runtime, open_runtimes, runtime_of, runtimes, served
 from infinity.engine.schedule import LayerSchedule, Loss
@@ -111,19 +111,27 @@ class Init:
             ``Init`` or ``from_pretrained`` without an optimizer, which modules that are added to it, or
             embeddings that are resized, in the block then join.
         device: The device of this rank, such as ``"cpu"`` or ``"cuda:1"``; None: as the recipe says.
+        mesh: A ``DeviceMesh`` of all ranks, with names. Ranks along ``dp`` share weights and have batches of
+            their own; over the others ``parallelize_module`` may divide the model, in the block. Ranks along
+            these are to have the same batches.
 
     Raises:
         BudgetError: A budget is too small for the model; the message has the arithmetic.
         DiskError: A directory cannot be written, or its file system is full.
-        LaunchError: There is no such device, or none for this rank.
+        LaunchError: There is no such device, or none for this rank; or the mesh has no ``dp``.
+        SettingError: A setting does not go together with a mesh; says which does.
     """
 
-    def __init__(self, recipe: Any = None, *, device: str | torch.device | None = None) -> None:
+    def __init__(
+        self, recipe: Any = None, *, device: str | torch.device | None = None, mesh: Any = None
+    ) -> None:
         if isinstance(recipe, nn.Module):
             self.runtime = runtime_of(recipe)
             return
         config = engine_config(recipe)
-        self.runtime = Runtime(config if device is None else replace(config, device=str(device)))
+        if mesh is not None:
+            check_mesh(config)
+        self.runtime = Runtime(config if device is None else replace(config, device=str(device)), mesh)
 
     def __enter__(self) -> "Init":
         self.runtime.reopen()

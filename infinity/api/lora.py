@@ -86,6 +86,7 @@ def add_lora(model: nn.Module, config: Any = None, *, name: str = DEFAULT, **set
     runtime = runtime_of(model)
     if not isinstance(name, str) or not re.fullmatch(NAMES, name):
         raise SettingError("name", name, "a name of letters, digits, _ and -, which begins with no -")
+    runtime.units.parts.check_none("add_lora")
     ours, theirs = adapters_of(model).generators, getattr(model, "peft_config", {})
     if name in ours:
         raise StateError(

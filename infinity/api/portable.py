@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _Storag
 
 from infinity.api.optimizer import Optimizer
 from infinity.checkpoint.directory import Stored
-from infinity.checkpoint.distcp import METADATA, DistributedCheckpoint, common_prefix
+from infinity.checkpoint.distcp import METADATA, DistributedCheckpoint, StoredPart, common_prefix
 from infinity.checkpoint.load import named_targets
 from infinity.checkpoint.writer import Publication, RangeWriter, TensorSpec, check_room, reserve, writing
 from infinity.comm.ranks import all_ranks_or_raise, gather
@@ -189,6 +189,12 @@ class Subject:
         self.sharded = {id(segment.whole): segment for _, segment in units.segments()}
         self.moments = self.runtime.tiers.layout.full_names[1:]
         self.groups = () if optimizer is None else optimizer.param_groups
+        self.parts = units.parts
+
+    def shape(self, tensor: Tensor) -> torch.Size:
+        """Return the shape of a tensor of the model, of which this rank may have a part."""
+        part = self.parts.get(id(tensor))
+        return tensor.shape if part is None else part.spec.shape
 
     def members(self, group: dict[str, Any]) -> list[tuple[nn.Parameter, list[str]]]:
         return [(p, self.named[id(p)][1]) for p in group["params"] if id(p) in self.named]
@@ -206,7 +212,7 @@ class Contents:
         for tensor, names in subject.named.values():
             places: list[Place] = [(name,) for name in names]
             if id(tensor) in sharded:
-                self._fields[id(tensor)] = [self._enter(places, torch.float32, tensor.shape)]
+                self._fields[id(tensor)] = [self._enter(places, torch.float32, subject.shape(tensor))]
             else:
                 self._keep(tensor, *places)
         steps: dict[int, list[Place]] = {}
@@ -216,7 +222,7 @@ class Contents:
             if segment is not None and (param.requires_grad or segment.steps):  # is trained now, or was
                 state = OPTIMIZER, "state", subject.named[id(param)][1][0]
                 for moment in subject.moments:
-                    keys = self._enter([(*state, moment)], torch.float32, segment.whole_shape)
+                    keys = self._enter([(*state, moment)], torch.float32, subject.shape(param))
                     self._fields[id(param)].append(keys)
                 for name, values in sums.get(place, {}).items():
                     self._keep(values, (*state, name))
@@ -268,9 +274,9 @@ class Contents:
 
     def shard_boxes(self, unit: Unit) -> Iterator[tuple[Segment, Box, int]]:
         """Cut this rank's shard; yield the parameter, a box of it, and its first element in the shard."""
-        start = unit.shard_start
+        start, counts = unit.shard_start, self.units.parts.counts
         for segment, low, first, numel in unit.within(start, start + unit.shard_numel):
-            stop = first + numel if self.keys(segment) else first
+            stop = first + numel if self.keys(segment) and counts(segment.whole) else first
             for box in boxes(segment.whole_shape, first, stop, BOX_NUMEL):
                 yield segment, box, low - start
                 low += box.numel
@@ -406,8 +412,10 @@ def _write_unit(unit: Unit, contents: Contents, read_fields: ReadFields, file: "
                 for value, field in zip(values, fields, strict=False):
                     value[done : done + taken] = field[low : low + taken]
                 done += taken
+            part = contents.units.parts.get(id(segment.whole))
+            place = box if part is None else part.box(box)
             while values:  # one after the other, so that no two boxes are in memory
-                file.add(keys[-len(values)], box, values.pop(0).view(box.sizes))
+                file.add(keys[-len(values)], place, values.pop(0).view(box.sizes))
             trim_heap()  # of what torch.save left
             file.writer.check()
 
@@ -507,7 +515,7 @@ class PortableValues:
                 first, *others = (prefix + name for name in found)
                 self._take(tensor, first)
                 # Only if it fits: what a damaged file says of sizes is not read.
-                fits = checkpoint[first].shape == tensor.shape
+                fits = checkpoint[first].shape == subject.shape(tensor)
                 self._complaints += [
                     f"{first} and {other} differ, and are one (tied) tensor of the model"
                     for other in others if fits and not checkpoint[first].equals(checkpoint[other])
@@ -527,7 +535,9 @@ class PortableValues:
 
     def _take(self, tensor: Tensor, key: str) -> None:
         """Append an entry to the fields of ``tensor``: its values first, then its moments, or None."""
-        found = self._of_shape(key, tensor.shape) if key in self._checkpoint else None
+        found = self._of_shape(key, self._subject.shape(tensor)) if key in self._checkpoint else None
+        part = self._subject.parts.get(id(tensor))
+        found = found if found is None or part is None else StoredPart(found, part)
         self._fields.setdefault(id(tensor), []).append(found)
 
     def _of_shape(self, key: str, shape: Sequence[int]) -> Stored:

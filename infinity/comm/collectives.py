@@ -132,25 +132,30 @@ class Collectives:
     """Collectives of one process, on their own thread and groups; flat buffers lie on ``device``.
 
     Every rank must construct one at the same point and call its methods in the same order. ``ranks_per_node``
-    consecutive ranks are taken to be on one node; None: those on one host.
+    consecutive ranks are taken to be on one node; None: those on one host. The ranks of each of ``rows``
+    share units (None: all do): gathers and reductions are theirs, all else is every rank's.
     """
 
     def __init__(
         self, device: torch.device, timeout_s: float,
         on_failure: Callable[[BaseException], None] = lambda error: None, ranks_per_node: int | None = None,
+        rows: Sequence[Sequence[int]] | None = None,
     ) -> None:  # fmt: skip
         self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self.peers = Peers(dist.get_rank(), dist.get_world_size(), timeout_s, on_failure)
         self._in_flight = InFlight(device, self.peers)
         self._agreement = Agreement(self.peers, self._of_all_ranks, asks_reductions=device.type != "cpu")
-        #: Groups on which other threads than this one's wait: that of :meth:`all_to_all`, those of messages.
+        #: Groups on which other threads than this one's wait: of :meth:`all_to_all`, messages; a row's.
         self._apart: dict[str, Any] = {}
         self.messages: Any = None  # of :class:`infinity.comm.messages.Messages`, once there are any
         self.server: Server | None = None  # before the first wait, in which it is looked at
+        rows = rows or [range(self.world_size)]
+        own = next(row for row in rows if self.rank in row)
 
-        def make(sets: list[list[int]]) -> Any:
+        def make(places: list[list[int]], *, on_cpu: bool = device.type == "cpu") -> Any:
+            sets = [[row[n] for n in each] for row in rows for each in places]
             backend, limit_s = "gloo", timeout_s
-            if device.type != "cpu":
+            if not on_cpu:
                 backend, limit_s = dist.get_default_backend_for_device(device), timeout_s + _WATCHDOG_S
             elif len(sets) == 1:
                 return self._control
@@ -158,11 +163,13 @@ class Collectives:
             divide: Any = dist.new_subgroups_by_enumeration
             return divide(sets, timedelta(seconds=limit_s), backend)[0]
 
-        if ranks_per_node is None:
+        if ranks_per_node is None and len(rows) == 1:
             host = hashlib.blake2b(socket.gethostname().encode(), digest_size=7).digest()
             hosts = self._of_all_ranks(torch.tensor([int.from_bytes(host)], device="cpu"))
             ranks_per_node = _ranks_per_node(hosts.flatten().tolist())
-        self.nodes = Nodes(self.rank, self.world_size, ranks_per_node, make, self._end)
+        self.nodes = Nodes(self.rank, own, ranks_per_node or 1, make, self._end)
+        if len(rows) > 1:
+            self._apart["row"] = make([[*range(len(own))]], on_cpu=True)
         if device.type != "cpu":
             self._in_flight.groups += self.nodes.groups
         self.step = 0  # calls of the optimizer's step, equal on all ranks
@@ -191,7 +198,8 @@ class Collectives:
         nodes, and on accelerators, where several collectives may have begun when a rank leaves a known order.
         """
         self.server = server
-        self._agreement.serves = self.nodes.count == 1 and self._in_flight.device.type == "cpu"
+        alike = self.nodes.local == self.world_size
+        self._agreement.serves = alike and self._in_flight.device.type == "cpu"
 
     def gather(
         self, index: int, where: str, bring: Callable[[], Tensor], kind: str = "gather",
@@ -290,11 +298,12 @@ class Collectives:
         return everyone
 
     def broadcast(self, values: Tensor, index: int, where: str) -> None:
-        """Let rank 0's ``values``, those of unit ``index`` in host memory, be every rank's; blocks."""
+        """Let a row's first rank's ``values``, those of unit ``index`` in host memory, be its; blocks."""
 
         def issue(*_: Any) -> Tensor:
             self._of_all_ranks(torch.zeros(1, device="cpu"))  # else rank 0 may end before others begin
-            self._end(dist.broadcast(values, src=0, group=self._control, async_op=True), self._control)
+            group = self._apart.get("row", self._control)
+            self._end(dist.broadcast(values, src=self.nodes.row[0], group=group, async_op=True), group)
             return values
 
         self._submit("write", index, where, issue).wait()

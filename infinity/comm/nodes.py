@@ -42,20 +42,20 @@ class Kept:
 
 
 class Nodes:
-    """The nodes of all ranks, ``local`` on each, and this rank's groups of their collectives.
+    """The nodes of the ranks that share units, a ``row``, ``local`` on each, and this rank's groups.
 
     ``make`` makes process groups of these sets of ranks and returns this rank's; ``end`` ends a collective.
     """
 
     def __init__(
-        self, rank: int, world_size: int, local: int, make: Callable[[list[list[int]]], Any],
+        self, rank: int, row: Sequence[int], local: int, make: Callable[[list[list[int]]], Any],
         end: Callable[[Any, Any], None],
     ) -> None:  # fmt: skip
-        self.world_size, self.per_node = world_size, local
-        self.local = world_size if local == 1 else local
-        self.count = world_size // self.local
-        self.node, self.number = divmod(rank, self.local)
-        ranks = [*range(world_size)]
+        self.row, self.world_size, self.per_node = row, len(row), local
+        self.local = self.world_size if local == 1 else local
+        self.count = self.world_size // self.local
+        self.node, self.number = divmod(row.index(rank), self.local)
+        ranks = [*range(self.world_size)]
         self._inner = make([ranks[first : first + self.local] for first in ranks[:: self.local]])
         self._across = None
         if self.count > 1:

@@ -42,6 +42,13 @@ class Ranks:
     collectives: Collectives | None = None  # None: one process, or the ranks have not met
     memory: NodeMemory | None = None  # None: each has host memory of its own
     note: str = ""  # on that, for a run's start
+    mesh: str = ""  # the sizes of its dimensions, where ranks are in one
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """This rank's place among the ranks that share units, each of which has a shard, and their number."""
+        row = range(self.world_size) if self.collectives is None else self.collectives.nodes.row
+        return row.index(self.rank), len(row)
 
     @property
     def on_accelerator(self) -> bool:
@@ -240,19 +247,24 @@ def _store_of_this_start(rank: int, world_size: int, timeout: timedelta) -> Stor
 
 def open_ranks(
     device: torch.device, timeout_s: float, on_failure: Callable[[BaseException], None],
-    ranks_per_node: int | None = None, *, shares: Sharing = "never",
+    ranks_per_node: int | None = None, *, shares: Sharing = "never", mesh: Any = None,
 ) -> Ranks:  # fmt: skip
     """Return this process's :class:`Ranks`, with :class:`Collectives` where there are several.
 
-    Those of one node have weights in one host memory, if they are to share it and all can open it.
+    Those of one node have weights in one host memory, if they are to share it and all can open it. In a
+    ``mesh`` ranks share units along one dimension, and host memory never.
     """
+    rows = None if mesh is None else _rows_of(mesh)
     if not dist.is_initialized() or (world_size := dist.get_world_size()) == 1:
         return Ranks(0, 1, device)
     if ranks_per_node and world_size % ranks_per_node:
         wanted = f"a number that divides that of ranks, {world_size}; or null: as hosts say"
         raise SettingError("partition.ranks_per_node", ranks_per_node, wanted)
     with peer_errors("meeting the other ranks"):
-        collectives = Collectives(device, timeout_s, on_failure, ranks_per_node)
+        collectives = Collectives(device, timeout_s, on_failure, ranks_per_node, rows)
+    if mesh is not None:
+        sizes = ", ".join(f"{name}={n}" for name, n in zip(mesh.mesh_dim_names, mesh.shape, strict=True))
+        return Ranks(collectives.rank, world_size, device, collectives, mesh=sizes)
     peers = device.type != "cpu" and bool(
         collectives.exchange("least", [reaches_others(device)], "access between devices").all()
     )
@@ -261,6 +273,24 @@ def open_ranks(
     memory = NodeMemory.open(collectives, device)
     note = _NOT_SHARED if memory is None else "" if device.type == "cpu" else _SHARED
     return Ranks(collectives.rank, world_size, device, collectives, memory, note)
+
+
+#: The dimension of a mesh along which units are cut into shards, and batches differ.
+SHARDING = "dp"
+
+
+def _rows_of(mesh: Any) -> list[list[int]]:
+    """Return the ranks of each line of a ``DeviceMesh`` along ``dp``, or raise a LaunchError."""
+    names, everyone = mesh.mesh_dim_names or (), [*range(dist.get_world_size())]
+    if SHARDING not in names or mesh.mesh.flatten().tolist() != everyone:
+        raise LaunchError(
+            f"mesh of dimensions {names} with ranks {mesh.mesh.tolist()}: wanted all {len(everyone)} ranks "
+            f"in order, and a dimension {SHARDING!r} along which batches differ and weights are sharded, "
+            "such as init_device_mesh('cpu', (1, 2), mesh_dim_names=('dp', 'tp'))"
+        )
+    dim = names.index(SHARDING)
+    lines: list[list[int]] = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.shape[dim]).tolist()
+    return lines
 
 
 _SHARED = (

@@ -90,6 +90,17 @@ def engine_config(config: Any) -> EngineConfig:
     return found
 
 
+def check_mesh(config: EngineConfig) -> None:
+    """Raise a SettingError for a setting that does not go together with a mesh of ranks."""
+    per_node, shared, copies = config.partition.ranks_per_node, config.memory.shared, config.durability.copies
+    for key, value, allowed in (
+        ("train.stages", config.stages, (False,)), ("memory.shared", shared, ("auto", "never")),
+        ("durability.copies", copies, (1,)), ("partition.ranks_per_node", per_node, (None,)),
+    ):  # fmt: skip
+        if value not in allowed:
+            raise SettingError(key, value, f"{' or '.join(map(str, allowed))}, with a mesh of ranks")
+
+
 @dataclass(slots=True)
 class PassFigures:
     """Holds time and bytes of the passes of a step."""

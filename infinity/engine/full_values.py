@@ -169,6 +169,7 @@ class FullValues:
 
     def _export(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
         """Put full values on the CPU in place of placeholders; ranks other than 0 get no entry."""
+        self.units.parts.check_none("the state_dict")
         if self._destination is None or self._destination() is not state_dict:
             exported: dict[int, Tensor | None] = {}  # goes with the dictionary
             self._destination = weakref.ref(state_dict, lambda _: exported.clear())
@@ -222,6 +223,7 @@ class FullValues:
 
     def optimizer_fields(self) -> dict[int, dict[str, Tensor]]:
         """Return counts, exact weights and moments by parameter ``id``, on rank 0; every rank must call."""
+        self.units.parts.check_none("the optimizer's state_dict")
         self._executor().updates.drain()
         out: dict[int, dict[str, Tensor]] = {}
         for unit in self.units:
@@ -303,6 +305,7 @@ class FullValues:
 
     def load_optimizer_fields(self, fields: dict[int, dict[str, Tensor]]) -> None:
         """Replace step counts, moments and, where given, exact weights; the model's weights follow."""
+        self.units.parts.check_none("loading the optimizer's state_dict")
         self._executor().updates.drain()
         self._executor().prefetcher.forget()
         self.ranks.wait_for_writes("the optimizer's state")  # nor does a rank read any more

@@ -351,12 +351,13 @@ class GradientPath:
             lease.record_use()
         with on_stream(self._norms):
             there = total.flat
-            norm = None if self._norms is None else norm_on_device(there)
+            parts = self._counted(unit, there)
+            norm = None if self._norms is None else norm_on_device(*parts)
             total.lease.record_use()
         if self.host is not None:
             total.lease.release()
         with on_stream(self._norms):
-            squares = sum_of_squares(there) if norm is None else norm.item() ** 2
+            squares = sum(map(sum_of_squares, parts)) if norm is None else norm.item() ** 2
         self.updates.add(unit, lease.tensor.view(grad.dtype), squares, lease, weights(), used)
 
     def _show(self, unit: Unit, total: Gradient, used: tuple[Segment, ...]) -> None:
@@ -367,10 +368,18 @@ class GradientPath:
                 watch(segment.name, flat[start - low :][:numel])
         total.lease.record_use()
 
+    def _counted(self, unit: Unit, flat: Tensor) -> list[Tensor]:
+        """Return the parts of this rank's gradient that are in the norm: no other rank has them, too."""
+        counts, low = self.mover.units.parts.counts, unit.shard_start
+        if all(counts(segment.whole) for segment in unit.segments):
+            return [flat]
+        within = unit.within(low, low + len(flat))
+        return [flat[start - low :][:n] for s, start, _, n in within if counts(s.whole)] or [flat[:0]]
+
     def _submit_device_update(self, unit: Unit, total: Gradient, used: tuple[Segment, ...]) -> None:
         with on_stream(self._norms):
             grad = total.flat
-            self._unread[unit.index] = norm_on_device(grad)
+            self._unread[unit.index] = norm_on_device(*self._counted(unit, grad))
             total.lease.record_use()  # and so of what the norm's stream has waited for
         self.updates.add(unit, grad, 0.0, total.lease, Weights(), used)
 

@@ -69,11 +69,12 @@ from infinity.activations.controller import Activations, recomputable_blocks
 from infinity.activations.logits import LogitSlices, PendingLogits, find_head
 from infinity.activations.profiler import NO_NODE, running_node
 from infinity.activations.recompute import in_backward, saving_hooks, untraced
-from infinity.activations.tensor_cache import KeptTensor, SlotHandle
+from infinity.activations.tensor_cache import KeptTensor
 from infinity.core.errors import StateError
 from infinity.core.lifecycle import Ended
 from infinity.core.process import UninterruptedExit, uninterrupted, weakly
 from infinity.engine.gradients import Gradients
+from infinity.partition.divided import arrived, is_divided, joined
 from infinity.partition.init_context import ForwardHooks, ServedParameters
 from infinity.partition.prefetcher import BackwardPins, Prefetcher
 from infinity.partition.unit import Segment, Unit, UnitIndex
@@ -481,7 +482,10 @@ class Hooks:
     def unit_of(self, tensor: Tensor) -> Unit | None:
         return self.prefetcher.mover.attached.get(tensor.untyped_storage().data_ptr())
 
-    def pack(self, tensor: Tensor) -> Handle | KeptTensor | SlotHandle:
+    def pack(self, tensor: Any) -> Any:
+        if is_divided(tensor):
+            return tensor._spec, self.pack(tensor._local_tensor)
+        tensor = arrived(tensor)
         unit = self.unit_of(tensor)
         if unit is None:
             if self.activations.policy == "keep":
@@ -494,7 +498,9 @@ class Hooks:
             unit, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride(), unit.updates
         )
 
-    def unpack(self, packed: Handle | KeptTensor | SlotHandle) -> Tensor:
+    def unpack(self, packed: Any) -> Any:
+        if type(packed) is tuple:  # a DTensor
+            return joined(self.unpack(packed[1]), packed[0])
         if not isinstance(packed, Handle):
             if self.activations.policy == "keep":
                 return packed.check()

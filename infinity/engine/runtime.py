@@ -67,7 +67,7 @@ from infinity.shards.tiers import Tiers
 class Runtime:
     """Owns the parts of one rank that serve the models of one ``Init``."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, mesh: Any = None) -> None:
         if open_runtimes:  # a cell of a notebook that runs again, perhaps: what it had before is garbage
             gc.collect()
         close_collected()  # and gives its memory and files back before this one looks for its own
@@ -89,16 +89,16 @@ class Runtime:
         self.ranks = Ranks(0, 1, device)  # until the others are met
         open_runtimes.add(self)
         try:
-            self._build(device, resume)
+            self._build(device, resume, mesh)
         except BaseException:
             self.close()
             raise
 
-    def _build(self, device: torch.device, resume: Resume | None) -> None:
+    def _build(self, device: torch.device, resume: Resume | None, mesh: Any) -> None:
         memory, partition, rule = self.config.memory, self.config.partition, find_rule(self.config.rule)
         give_up: Any = weakly(self._give_up)
         self.ranks = ranks = open_ranks(
-            device, partition.timeout_s, give_up, partition.ranks_per_node, shares=memory.shared
+            device, partition.timeout_s, give_up, partition.ranks_per_node, shares=memory.shared, mesh=mesh
         )
         if ranks.collectives is not None:
             self.stack.callback(ranks.collectives.close)
@@ -137,10 +137,11 @@ class Runtime:
         sizes = CutSizes.of(partition.tile, least, ranks.world_size, on_accelerator=ranks.on_accelerator)
         self.construction = Construction(
             lambda close: UnitBuilder(
-                self.dtype, ranks.rank, ranks.world_size, close, partition.leaf, sizes=sizes
+                self.dtype, *ranks.share, close, partition.leaf, sizes=sizes
             ),
             self.tiers, self._serve, device, self._compute_in_tiles,
         )  # fmt: skip
+        self.units.parts.mesh = mesh
         self.values = FullValues(self.tiers, self.construction, self.executor)
 
     def _compute_in_tiles(self, param: nn.Parameter) -> None:
@@ -185,7 +186,7 @@ class Runtime:
             policy = "keep"  # it recomputes by itself: little is left to plan
         if policy != "keep" or memory.codec != "auto":
             step: Any = weakly(self._step)
-            cache.coding = coding_of(memory.codec, policy, device, step, self.ranks.rank, self.note)
+            cache.coding = coding_of(memory.codec, policy, device, step, self.ranks.share[0], self.note)
         if policy != "keep" and device.type == "cpu" and (line := heap_line()):
             self.note(line)
         decide = partial(self.ranks.decide, where="the plan for activations")
@@ -230,6 +231,9 @@ class Runtime:
         return self._executor is not None
 
     def _prepare(self, rule: Rule) -> None:
+        if self.ranks.mesh and not rule.in_one_pass:
+            wanted = "a rule that updates elements one by one, such as adamw, with a mesh of ranks"
+            raise SettingError("optim.name", rule.name, wanted)
         reduction = reduction_dtype(self.config, self.dtype)
         prepare(rule, self.dtype, reduction if self.ranks.world_size > 1 else self.dtype)
 

@@ -51,6 +51,8 @@ class SequenceRanks:
         if count == 1:
             return
         self._runtime = runtime_of(model)
+        if mesh := self._runtime.ranks.mesh:
+            raise SettingError("train.sequence_ranks", count, f"1 with a mesh of ranks ({mesh})")
         limit = timedelta(seconds=self._runtime.config.partition.timeout_s)
         every = [
             dist.new_group(range(first, first + count), timeout=limit)

@@ -366,9 +366,10 @@ def _row_sums(flat: Tensor) -> list[float]:
     return [float(each) for each in sums[:, 0]]
 
 
-def norm_on_device(grad: Tensor) -> Tensor:
-    """Return the norm of ``grad``, float64, ``()``, by one operator of its accelerator; does not block."""
-    norm: Tensor = torch.linalg.vector_norm(grad.detach().reshape(-1), dtype=torch.float64)
+def norm_on_device(*grads: Tensor) -> Tensor:
+    """Return the norm of gradients, float64, ``()``, by an operator for each on their device; no wait."""
+    norms = [torch.linalg.vector_norm(grad.detach().reshape(-1), dtype=torch.float64) for grad in grads]
+    norm: Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
     return norm
 
 

@@ -239,7 +239,7 @@ class UnitBuilder:
 
     def end(self) -> None:
         """Add the own parameters of the innermost module, whose ``__init__`` returned, to the open unit."""
-        module = self.building.pop()
+        module = self.building[-1]
         self.join(module)
         if self._leaf is not None and self._leaf[0] is module:
             first = self._leaf[1]
@@ -250,10 +250,11 @@ class UnitBuilder:
         container = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
         if not container and any(True for child in module.children() for _ in child.parameters()):
             self._built[type(module)] = True
+        self.building.pop()
 
     def join(self, module: nn.Module) -> None:
         """Add the parameters that ``module`` itself owns and that no unit has."""
-        own = [(n, p) for n, p in module._parameters.items() if p is not None]
+        own = [(n, p) for n, p in dict.items(module._parameters) if p is not None]
         fresh = [(n, p) for n, p in own if not self.has(p) and p.is_floating_point()]
         for name, param in fresh:
             if param.device.type == "meta" and not self._without_values:
@@ -274,6 +275,10 @@ class UnitBuilder:
     def has(self, param: nn.Parameter) -> bool:
         """Return whether ``param`` joined a unit, open or closed."""
         return id(param) in self._open or bool(self.units.places(param))
+
+    def is_tiled(self, param: nn.Parameter) -> bool:
+        joined = self._open.get(id(param))
+        return any(s.is_tile for _, s in self.units.places(param)) or bool(joined and joined.rows)
 
     def rejoin(self, unit: Unit, segment: Segment) -> None:
         """Move a parameter that has another shape now from its closed unit into the open one."""

@@ -45,6 +45,7 @@ from torch import Tensor, nn
 
 from infinity.core.errors import StateError
 from infinity.partition.builder import UnitBuilder
+from infinity.partition.divided import Part, arrived, is_divided, joined
 from infinity.partition.tiles import compute_whole
 from infinity.partition.unit import Segment, Unit, UnitIndex, layout, placeholder
 
@@ -61,6 +62,7 @@ class ServedParameters(dict[str, nn.Parameter | None]):
     """
 
     replaced: ClassVar[int] = 0  # how often a parameter was put in one of them
+    divided: Mapping[str, Part] = {}  # those that the module gets as DTensors
 
     def __init__(self, values: dict[str, Any], server: Any) -> None:
         super().__init__(values)
@@ -69,8 +71,9 @@ class ServedParameters(dict[str, nn.Parameter | None]):
         self.covered = 0  # calls of modules around it, likewise
 
     def items(self) -> Iterator[tuple[str, nn.Parameter | None]]:  # type: ignore[override]
+        dividing = Construction.dividing()
         for name, param in super().items():
-            yield name, param
+            yield name, param if dividing is None or param is None else dividing.listed(param, self)
             if param is not None:
                 self.server.check(param)
 
@@ -78,10 +81,14 @@ class ServedParameters(dict[str, nn.Parameter | None]):
         param = super().__getitem__(name)
         if param is not None and not (self.in_use or self.covered):
             self.server.touch(param, self)
+        if param is not None and name in self.divided:
+            return joined(param, self.divided[name].spec)  # type: ignore[no-any-return]
         return param
 
     def __setitem__(self, name: str, param: nn.Parameter | None) -> None:
         ServedParameters.replaced += 1
+        if is_divided(param):
+            param = Construction.divide(name, super().get(name), param)
         super().__setitem__(name, param)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, nn.Parameter | None]:
@@ -174,6 +181,39 @@ class Construction:
         """Whether the block is not over."""
         return Construction._open is self
 
+    @staticmethod
+    def dividing() -> "Construction | None":
+        """Return the one whose block goes on, of a model that is built and may be divided; None: none."""
+        found = Construction._open
+        ready = found is not None and found.builder.units.parts.open and not found.builder.building
+        return found if ready else None
+
+    def listed(self, param: nn.Parameter, siblings: Mapping[str, nn.Parameter | None]) -> Any:
+        """Return what may be divided: the parameter with its values, or the DTensor that it is a part of."""
+        self.touch(param, siblings)
+        part = self.builder.units.parts.get(id(param))
+        return param if part is None else joined(param.detach(), part.spec)
+
+    @staticmethod
+    def divide(name: str, param: nn.Parameter | None, tensor: Any) -> nn.Parameter:
+        """Let ``param`` be what this rank has of a DTensor that takes its place."""
+        self = Construction.dividing()
+        if self is None or param is None or not self.builder.has(param):
+            raise StateError(
+                f"{name} is replaced by a DTensor: call parallelize_module when the model is built, in the "
+                "block of `with infinity.Init(recipe, mesh=mesh)`"
+            )
+        parts, spec = self.builder.units.parts, tensor._spec
+        if self.builder.is_tiled(param):
+            raise StateError(f"{name} is in tiles, which cannot be divided: set partition.tile=never")
+        if id(param) not in parts:
+            parts[id(param)] = Part.of(name, spec, parts.mesh)
+            self.touch(param)
+            param.data = arrived(tensor._local_tensor).detach().to(param.device, copy=True)
+        elif parts[id(param)].spec != spec:
+            raise StateError(f"{name} is divided already, as {parts[id(param)].spec.placements}")
+        return param
+
     @property
     def roots(self) -> list[nn.Module]:
         """The models: modules that no other one holds."""
@@ -199,6 +239,7 @@ class Construction:
     def __enter__(self) -> "Construction":
         self.check_alone()
         Construction._open = self
+        self.builder.units.parts.open = self.builder.units.parts.mesh is not None
         if torch.is_inference_mode_enabled():  # whose parameters autograd could not use
             self._normal_mode.enter_context(torch.inference_mode(False))
             self._normal_mode.enter_context(torch.no_grad())  # as there: initializers write parameters
@@ -214,6 +255,7 @@ class Construction:
         for cls, original in self._patched.items():
             cls.__init__ = original  # type: ignore[method-assign]
         self._patched.clear()
+        self.builder.units.parts.open = False  # from now on parameters are listed as they are
         try:
             if error is None:
                 self._finish()
@@ -286,7 +328,11 @@ class Construction:
     def _put_away(self, unit: Unit) -> None:
         """Store the values, if they count, and drop them; a reshaped parameter joins the open unit."""
         for segment in [s for s in unit.segments if s.whole.shape != s.whole_shape]:
-            self.builder.rejoin(unit, segment)
+            if id(segment.whole) not in self.builder.units.parts:
+                self.builder.rejoin(unit, segment)
+        if any(segment.whole.shape != segment.whole_shape for segment in unit.segments):
+            self.masters.free(unit)  # of what is divided it takes a part
+            self.builder.units.lay_out(unit)
         if self._counts(unit):
             self.masters.put(unit, functools.partial(self._values, unit))
         for s in unit.segments:
@@ -341,8 +387,8 @@ class Construction:
                 self.builder.abandon()
                 self._roots = [each for each in self._roots if each() is not module]
                 raise
-            self.builder.end()
             self._serve_all(module)
+            self.builder.end()
 
         return init
 
@@ -377,6 +423,10 @@ class Construction:
                 if s.is_tile and s.is_last:
                     s.whole.data = placeholder(s.whole_shape, unit.dtype, self.device)
                     self._tile(s.whole)
+        for served in (m._parameters for root in roots for m in root.modules() if units.parts):
+            if isinstance(served, ServedParameters):
+                found = ((name, units.parts.get(id(param))) for name, param in dict.items(served))
+                served.divided = {name: part for name, part in found if part is not None}
         self._finished = len(units)
         for module in (m for root in roots for m in root.modules()):
             for name, buffer in module._buffers.items():

@@ -48,7 +48,7 @@ from infinity.core.nbytes import Transfer, rounded, stream
 from infinity.device.accelerator import new_stream, on_stream, record, use_own_stream, wait_on_host
 from infinity.device.machine import background_threads
 from infinity.device.memory import CountingPool, HostBuffer, Lease, Pool
-from infinity.partition.unit import StoredForm, Unit
+from infinity.partition.unit import StoredForm, Unit, UnitIndex
 
 _CPU = torch.device("cpu")
 S = UnitState
@@ -233,7 +233,7 @@ class UnitMover:
     """
 
     def __init__(
-        self, units: Sequence[Unit], pool: Pool | CountingPool, staging: Staging | None,
+        self, units: UnitIndex, pool: Pool | CountingPool, staging: Staging | None,
         collectives: Collectives | None, waits: Waits, wait_until_unused: Callable[[Unit], object],
         kept: KeptSlices | None = None,
     ) -> None:  # fmt: skip

@@ -37,6 +37,7 @@ from infinity.core.lifecycle import Lifecycle, Tier, UnitState
 from infinity.core.nbytes import Transfer, aligned, chained, rounded
 from infinity.device.memory import Lease
 from infinity.optim.state import BLOCK_NUMEL
+from infinity.partition.divided import Parts
 from infinity.planner.updates import ShardUpdate
 
 
@@ -212,10 +213,7 @@ class Unit:
         self, index: int, segments: Sequence[Segment], dtype: torch.dtype, rank: int, world_size: int
     ) -> None:
         self.index, self.dtype, self.rank, self.world_size = index, dtype, rank, world_size
-        self.segments = list(segments)  # in the order of the flat buffer
-        used = max((s.stop for s in segments), default=0)
-        quantum = SHARD_QUANTUM * world_size
-        self.numel = max(1, math.ceil(used / quantum)) * quantum  # of the flat buffer, with padding
+        self.place(segments)
         self.home = Home(Tier.NVME)
         self.stored: StoredForm | None = None  # the form in which shards travel; None: the compute dtype
         self.device = torch.device("cpu")  # of the flat buffer and its placeholders
@@ -225,6 +223,13 @@ class Unit:
         self.flat: Tensor | None = None  # the full values, ``(numel,)``, while GATHERED
         self.lease: Lease | None = None  # of ``flat``'s memory; None where the home is the flat buffer
         self._address = 0  # of the flat buffer when it was attached
+
+    def place(self, segments: Sequence[Segment]) -> None:
+        """Let these be the unit's parameters."""
+        self.segments = list(segments)  # in the order of the flat buffer
+        used = max((s.stop for s in segments), default=0)
+        quantum = SHARD_QUANTUM * self.world_size
+        self.numel = max(1, math.ceil(used / quantum)) * quantum  # of the flat buffer, with padding
 
     @property
     def name(self) -> str:
@@ -440,6 +445,7 @@ class UnitIndex(list[Unit]):
         super().__init__()
         self._places: dict[int, tuple[Unit, Segment]] = {}  # by id; the segments keep the parameters alive
         self._tiles: dict[int, list[tuple[Unit, Segment]]] = {}  # by id of the model's parameter
+        self.parts = Parts()
 
     def add(self, unit: Unit) -> None:
         """Append ``unit``, whose index is the number of units before it."""
@@ -463,6 +469,11 @@ class UnitIndex(list[Unit]):
         for index, other in enumerate(unit.segments):
             other.index = index
         del self._places[id(segment.param)]
+
+    def lay_out(self, unit: Unit) -> None:
+        """Place the parameters of ``unit``, some of which have another shape now, anew; none is a tile."""
+        unit.place(layout([(segment.name, segment.whole) for segment in unit.segments]))
+        self._places.update({id(segment.param): (unit, segment) for segment in unit.segments})
 
     def find(self, param: nn.Parameter) -> tuple[Unit, Segment] | None:
         """Return the unit and the segment of ``param``; None when no unit holds it, or it is in tiles."""

@@ -212,6 +212,7 @@ class CommitRecord:
     dtype: str = ""
     rule: str = ""
     base: Mapping[str, str] = field(default_factory=dict)  # digests of files of the frozen base
+    mesh: str = ""  # of the ranks; see Ranks
     number: int = 0  # one more than that of the commit before; 0: it is not written yet
     state: bytes = field(default=b"", repr=False)  # see pack()
 

@@ -181,8 +181,9 @@ class Records:
             counts = [s.steps for s in unit.segments]
             listed.append(UnitRecord(unit.numel, segments, counts, versions, unit.home.version))
         drives, dtype = 0 if storage.files is None else len(storage.files.paths), str(storage.layout.dtype)
+        ranks = self.tiers.ranks
         return CommitRecord(
-            self.steps, listed, self.units[0].world_size, drives, dtype, storage.rule.name, base
+            self.steps, listed, ranks.world_size, drives, dtype, storage.rule.name, base, ranks.mesh
         )
 
     def record(self, small: SmallState) -> None:
@@ -365,6 +366,7 @@ def restore(
         raise StateError(
             f"the interrupted run computes in {was}, this one in {dtype}: set train.dtype as it was"
         )
+    _check_mesh(record.mesh, tiers.ranks.mesh)
     before = find_rule(record.rule)
     kept = unpack(record.state).get("kept", {})
     anew, layout = _anew(units, before, storage.rule, way, kept, note), before.layout(tiers.layout.dtype)
@@ -401,8 +403,16 @@ def restore(
         if storage.sums is not None:
             storage.sums.drop(firsts[each.files.rank], len(each.data))
     versions = [version for i, unit in enumerate(were) if i not in likes for version in unit.versions]
-    paths = [path for each in old if own is None for path in each.paths(units[0].world_size)]
+    paths = [path for each in old if own is None for path in each.paths(tiers.ranks.world_size)]
     return likes, partial(_discard, store, versions, paths)
+
+
+def _check_mesh(was: str, now: str) -> None:
+    if was != now:
+        raise StateError(
+            f"the interrupted run was in a mesh of {was or 'none'}, this one in {now or 'none'}: give Init "
+            f"the same (others load what infinity.save_checkpoint writes); {BEGIN_ANEW}"
+        )
 
 
 def _check_base(was: Mapping[str, str], now: Mapping[str, str]) -> None:

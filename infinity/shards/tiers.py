@@ -336,6 +336,16 @@ class Tiers:
                 self.layout.store_moments(state, None if moments is None else moments(*part))
         unit.home.reloadable = self.base is not None
 
+    def free(self, unit: Unit) -> None:
+        """Give back the place of a unit whose parameters have other shapes; its values bring another."""
+        if isinstance(unit.home, HostHome):
+            for lease in unit.home.leases:
+                lease.release()
+        elif isinstance(unit.home, DiskHome):
+            unit.home.free()
+        self.taken.pop(unit.index, None)
+        unit.move_to(Home(Tier.NVME))
+
     def gather(self, unit: Unit, shard: Tensor) -> Tensor:
         """Return full values on the CPU, ``(numel,)``, from every rank's ``shard``. Every rank must call."""
         if self.ranks.collectives is None:
