@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from infinity.comm.ranks import all_ranks_or_raise
-from infinity.core.errors import InfinityError, StateError
+from infinity.core.errors import BudgetError, InfinityError, StateError
+from infinity.core.nbytes import format_nbytes, rounded
 from infinity.core.process import UninterruptedExit, uninterrupted
 from infinity.engine.executor import StepExecutor
 from infinity.partition.init_context import Construction
@@ -37,6 +38,7 @@ class FullValues:
         self.units, self.ranks, self.tiers = construction.builder.units, tiers.ranks, tiers
         self.construction, self._executor = construction, executor
         self.every_rank = False
+        self._writable = 0  # units in host memory that a block may write now
         self.loading: contextlib.ExitStack | None = None  # of the module that load_state_dict fills now
         self._destination: weakref.ref[Any] | None = None  # the dictionary that is being filled, and what
         self._exported: dict[int, Tensor | None] = {}  # went into it, by id of the parameter
@@ -95,21 +97,50 @@ class FullValues:
 
     @contextlib.contextmanager
     def full(self, unit: Unit, modify: bool) -> Iterator[None]:
-        """Hold the full values of a unit; what the block wrote is dropped if it raises."""
+        """Hold the full values of a unit; what the block wrote is dropped if it raises.
+
+        What it may write of a unit in host memory is copied before, in that budget; BudgetError: there is no
+        room beside copies of other units.
+        """
+        with contextlib.ExitStack() as copies:
+            yield from self._full(unit, modify, copies)
+
+    def _full(self, unit: Unit, modify: bool, copies: contextlib.ExitStack) -> Iterator[None]:
         executor, before, stored = self._executor(), None, False
         prefetcher = executor.prefetcher
         if streams := prefetcher.streams(unit.index):
             with prefetcher.visiting():
                 prefetcher.use(unit.index, ())
         home: Tensor | None = None  # the memory of all ranks, where each writes to a copy of its own
+        storage = self.tiers.storage
+        pool, chunk_nbytes = storage.host_pool, storage.chunk_nbytes if storage.memory.nvme else 0
+
+        def copy(values: Tensor) -> Tensor:
+            lease, nbytes = None, values.nbytes
+            if pool.leased_nbytes + rounded(nbytes) + chunk_nbytes <= pool.capacity_nbytes:  # to be stored by
+                lease = pool.try_lease(nbytes, who=f"a copy of {unit.name} while it may be written")
+            if lease is None and self._writable:  # one unit alone may be beside the budget
+                raise BudgetError(
+                    f"no room for a copy of {unit.name} ({format_nbytes(nbytes)}) while a block may write it "
+                    f"and {self._writable} other units: write fewer parameters, or raise {pool.key}",
+                    pool.key,
+                )
+            if lease is None:
+                return values.clone()
+            return copies.enter_context(lease).tensor.view(values.dtype).copy_(values)
+
         try:
             assert unit.flat is not None
             unit.check_data(unit.segments)
             shared = not streams and self.ranks.memory is not None
             if modify and shared and executor.hooks.unit_of(unit.flat) is unit:  # else an outer block's copy
                 home = unit.flat
-                unit.attach(home.clone())
-            before = unit.shard_of(unit.flat).clone() if modify else None
+                unit.attach(copy(home))
+            if modify:
+                shard = unit.shard_of(unit.flat)
+                before = shard.clone() if streams else copy(shard)
+                self._writable += not streams
+                copies.callback(self._end_write, not streams)
             with torch.no_grad():
                 yield
             self._executor()  # raises if the model was closed meanwhile
@@ -135,6 +166,9 @@ class FullValues:
                     prefetcher.residents.release([Stored(unit.index)])
                 if undone:
                     prefetcher.forget([unit.index])
+
+    def _end_write(self, count: int) -> None:
+        self._writable -= count
 
     def _store(self, unit: Unit, flat: Tensor, before: Tensor) -> None:
         if self.ranks.collectives is not None:

@@ -14,7 +14,8 @@ import torch.distributed as dist
 import infinity
 from infinity.comm import shared
 from infinity.comm.nodes import Nodes
-from infinity.core.nbytes import HUGE_NBYTES
+from infinity.core.errors import BudgetError
+from infinity.core.nbytes import HUGE_NBYTES, rounded
 from infinity.device.memory import HostPool
 from infinity.engine.runtime import runtime_of
 from tests.helpers import models
@@ -132,6 +133,37 @@ def test_every_rank_reads_what_rank_0_wrote_and_none_what_was_dropped():
     one, other = run_ranks(writes, 2)
     assert one == other
     assert one[:3] == ((7.0, 0.0), (7.0, 0.0), 1.0)
+
+
+def copies(room: int | None) -> Any:
+    """What a block that writes all weights takes of the host's budget, which has ``room`` (bytes) for it."""
+    with opened() as (model, _, runtime):
+        pool, units = runtime.storage.host_pool, [*runtime.units]
+        before = pool.leased_nbytes
+        if room is not None:
+            pool.resize(before + room)
+        for param in model.parameters():
+            with infinity.gathered([param], modify=True):
+                param.fill_(3.0)
+        assert pool.leased_nbytes == before
+        try:
+            with infinity.gathered(model, modify=True):
+                told: Any = pool.leased_nbytes - before
+                assert told == sum(rounded(unit.nbytes) + rounded(unit.shard_nbytes) for unit in units)
+        except BudgetError as error:
+            told = str(error)
+        assert pool.leased_nbytes == before
+        with infinity.gathered(model):
+            assert all(bool((param == 3).all()) for param in model.parameters())
+        return told
+
+
+def test_copies_of_weights_that_a_block_may_write_are_in_the_host_budget():
+    for free, *bounded in run_ranks(several, 2, (copies, None), (copies, 2**16), (copies, 0)):
+        assert free > 2**16
+        for said in bounded:  # also without any room a unit alone can be written
+            assert "no room for a copy of " in said
+            assert "raise memory.host" in said
 
 
 def leaves_averages(how: str) -> Any:
