@@ -112,33 +112,16 @@ class FullValues:
             with prefetcher.visiting():
                 prefetcher.use(unit.index, ())
         home: Tensor | None = None  # the memory of all ranks, where each writes to a copy of its own
-        storage = self.tiers.storage
-        pool, chunk_nbytes = storage.host_pool, storage.chunk_nbytes if storage.memory.nvme else 0
-
-        def copy(values: Tensor) -> Tensor:
-            lease, nbytes = None, values.nbytes
-            if pool.leased_nbytes + rounded(nbytes) + chunk_nbytes <= pool.capacity_nbytes:  # to be stored by
-                lease = pool.try_lease(nbytes, who=f"a copy of {unit.name} while it may be written")
-            if lease is None and self._writable:  # one unit alone may be beside the budget
-                raise BudgetError(
-                    f"no room for a copy of {unit.name} ({format_nbytes(nbytes)}) while a block may write it "
-                    f"and {self._writable} other units: write fewer parameters, or raise {pool.key}",
-                    pool.key,
-                )
-            if lease is None:
-                return values.clone()
-            return copies.enter_context(lease).tensor.view(values.dtype).copy_(values)
-
         try:
             assert unit.flat is not None
             unit.check_data(unit.segments)
             shared = not streams and self.ranks.memory is not None
             if modify and shared and executor.hooks.unit_of(unit.flat) is unit:  # else an outer block's copy
                 home = unit.flat
-                unit.attach(copy(home))
+                unit.attach(self._copy(home, unit, copies))
             if modify:
                 shard = unit.shard_of(unit.flat)
-                before = shard.clone() if streams else copy(shard)
+                before = shard.clone() if streams else self._copy(shard, unit, copies)
                 self._writable += not streams
                 copies.callback(self._end_write, not streams)
             with torch.no_grad():
@@ -166,6 +149,22 @@ class FullValues:
                     prefetcher.residents.release([Stored(unit.index)])
                 if undone:
                     prefetcher.forget([unit.index])
+
+    def _copy(self, values: Tensor, unit: Unit, copies: contextlib.ExitStack) -> Tensor:
+        storage = self.tiers.storage
+        pool, chunk_nbytes = storage.host_pool, storage.chunk_nbytes if storage.memory.nvme else 0
+        lease, nbytes = None, values.nbytes
+        if pool.leased_nbytes + rounded(nbytes) + chunk_nbytes <= pool.capacity_nbytes:  # to be stored by
+            lease = pool.try_lease(nbytes, who=f"a copy of {unit.name} while it may be written")
+        if lease is None and self._writable:  # one unit alone may be beside the budget
+            raise BudgetError(
+                f"no room for a copy of {unit.name} ({format_nbytes(nbytes)}) while a block may write it "
+                f"and {self._writable} other units: write fewer parameters, or raise {pool.key}",
+                pool.key,
+            )
+        if lease is None:
+            return values.clone()
+        return copies.enter_context(lease).tensor.view(values.dtype).copy_(values)
 
     def _end_write(self, count: int) -> None:
         self._writable -= count
