@@ -290,7 +290,7 @@ ROOM_BUDGETS = {
     "core": 2276,
     "data": 2725,
     "device": 1287,
-    "engine": 5348,
+    "engine": 5347,
     "integrations": 785,
     "nvme": 1207,
     "observe": 995,
