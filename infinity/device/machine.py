@@ -7,6 +7,7 @@ by one, so their number changes no bit.
 """
 
 import functools
+import itertools
 import math
 import mmap
 import os
@@ -16,8 +17,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from pathlib import Path, PurePosixPath
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -324,6 +326,23 @@ def in_slices(
         wait(others)
     for other in others:
         other.result()
+
+
+class OrderedThreads:
+    """Runs calls on ``count`` threads: of those that wait, the one of the least order that came first."""
+
+    def __init__(self, count: int, name: str, initializer: Any = None, *args: object) -> None:
+        self._threads = ThreadPoolExecutor(count, name, initializer, args)
+        self._waiting: list[tuple[int, int, Callable[[], object]]] = []  # a heap, of which no two are equal
+        self._numbers = itertools.count()
+
+    def submit(self, call: Callable[[], object], order: int) -> None:
+        heappush(self._waiting, (order, next(self._numbers), call))
+        self._threads.submit(lambda: heappop(self._waiting)[-1]())
+
+    def close(self) -> None:
+        """Wait for the calls that were submitted, and end the threads. May be called twice."""
+        self._threads.shutdown()
 
 
 def compile_ahead(key: object, run: Callable[[], object]) -> None:

@@ -214,6 +214,11 @@ class Lease:
             buffer.events.append(event)
 
     @property
+    def idle(self) -> bool:
+        """Whether all that streams were given with the buffer has ended."""
+        return all(event.query() for event in [*self.buffer.events])
+
+    @property
     def buffer(self) -> Buffer:
         """The buffer that is held; raises :class:`StateError` once the lease was released."""
         buffer = self.lent

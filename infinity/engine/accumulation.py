@@ -26,7 +26,9 @@ One that came ahead has its memory until something else finds no room: backward'
 no other takes the sum. One that comes for a reduction keeps it: another thread waits for it and adds to it.
 """
 
+import operator
 import random
+import threading
 import weakref
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
@@ -39,10 +41,12 @@ from torch._guards import TracingContext
 
 from infinity.core.errors import StateError
 from infinity.core.nbytes import Transfer
+from infinity.device.accelerator import use_own_stream
+from infinity.device.machine import OrderedThreads
 from infinity.device.memory import CountingPool, HostPool, Lease, Pool
 from infinity.partition.tiles import METADATA
 from infinity.partition.unit import Segment, Unit, UnitIndex
-from infinity.shards.updates import StoredGradients
+from infinity.shards.updates import StoredGradients, Updates
 
 #: Elements that take longer to set to -0.0, and to add to, than a call that copies a gradient.
 SMALL_NUMEL = 2**15
@@ -329,6 +333,60 @@ class Accumulation:
     @property
     def opened(self) -> list[Unit]:
         return [self.units[index] for index in self._open]
+
+
+class OffloadThread:
+    """Runs what copies gradients off an accelerator, and back, on a thread with a stream of its own.
+
+    ``updates`` hear what is to come, and what went wrong.
+    """
+
+    def __init__(self, device: torch.device, updates: Updates) -> None:
+        self._updates = updates
+        self._threads = OrderedThreads(1, "infinity-gradient", use_own_stream, device)
+        #: Order, memory and copy of gradients that wait to leave, as they were or will be complete.
+        self._leaving: list[tuple[int, Lease, Callable[[], None]]] = []
+        self._ident = 0  # of the thread, once it runs
+
+    def run(self, call: Callable[[], None]) -> Transfer:
+        """Run ``call`` there, behind those before it; at once if this is that thread."""
+        left = Transfer()
+        if threading.get_ident() == self._ident:
+            call()
+            left.finish()
+        else:
+            self._updates.announce(left)
+            self._threads.submit(self._telling(call, left), 0)
+        return left
+
+    def leave(self, call: Callable[[], None], gradient: Lease, left: Transfer, order: int) -> None:
+        """Run ``call`` there at its turn, by which a ``gradient`` leaves; ``left`` ends with it.
+
+        What is complete on the accelerator goes first: of that the least order, of the rest what came first.
+        """
+        self._leaving.append((order, gradient, self._telling(call, left)))
+        self._threads.submit(self._leave_next, 1)
+
+    def _leave_next(self) -> None:
+        complete = [each for each in self._leaving if each[1].idle] or self._leaving[:1]
+        self._leaving.remove(leaving := min(complete, key=operator.itemgetter(0)))
+        leaving[-1]()
+
+    def _telling(self, call: Callable[[], None], left: Transfer) -> Callable[[], None]:
+        """Return ``call`` that ends ``left``, and tells who waits for memory of its error."""
+
+        def run() -> None:
+            self._ident = threading.get_ident()
+            try:
+                call()
+            except BaseException as error:  # a thread that waits for a buffer must hear of it, too
+                self._updates.on_failure(error)
+                raise
+
+        return partial(left.run, run)
+
+    def close(self) -> None:
+        self._threads.close()
 
 
 @dataclass(slots=True)

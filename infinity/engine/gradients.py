@@ -27,14 +27,17 @@ All ranks take their slices of it at the same place of their programs, and nobod
 have one order, and a rank goes on to its next block while another ends the last one.
 
 [Note: gradients leave an accelerator]
-The hook only gives the stream of the backward pass its work. A thread with a stream of its own waits for
-that, or for the reduction, copies the gradient to host memory, takes its norm on another stream, so that the
-copy need not wait for it (the bus is the bottleneck), and hands it over. The lease carries the order from
-stream to stream.
+The hook only gives the stream of the backward pass its work. A thread with a stream of its own lets another
+stream take the norm, after that or after the reduction, copies the gradient to host memory, and hands it
+over. The lease carries the order from stream to stream. Of gradients that wait to leave the one goes first
+whose unit the next forward needs first: what backward completes last does not wait for all the others.
 
-The gradient of a unit that is updated on the accelerator stays there, and nothing waits until ``step()``: the
-hook, or the thread of collectives, gives the norm's stream its work, too, and ``step()`` reads all norms at
-once. Another thread would wait up to 5 ms each time for the interpreter's lock.
+``step()`` reads all norms at once, and waits for gradients of units on NVMe only. Those of units in host
+memory leave while the next forward computes, which waits for the units that it uses: an update begins when
+its gradient has come.
+
+The gradient of a unit that is updated on the accelerator stays there: the hook, or the thread of collectives,
+gives the norm's stream its work. Another thread would wait up to 5 ms each time for the interpreter's lock.
 
 [Note: gradients borrow from the window]
 Budgets have room for one gradient that is open and one on its way to its update. Where units have parameters
@@ -43,10 +46,8 @@ complete the same units, so they decide alike; leaves have room of their own.
 """
 
 import operator
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
 
@@ -57,15 +58,15 @@ from infinity.core.errors import StateError
 from infinity.core.lifecycle import Tier
 from infinity.core.nbytes import Transfer, rounded
 from infinity.core.process import uninterrupted
-from infinity.device.accelerator import new_stream, on_stream, use_own_stream
+from infinity.device.accelerator import new_stream, on_stream
 from infinity.device.memory import CountingPool, HostPool, Lease
-from infinity.engine.accumulation import Accumulation, Gradient, Sums, check_placeholder
+from infinity.engine.accumulation import Accumulation, Gradient, OffloadThread, Sums, check_placeholder
 from infinity.optim.rules import norm_on_device, sum_of_squares
 from infinity.partition.mover import UnitMover
 from infinity.partition.prefetcher import BackwardPins, Prefetcher
 from infinity.partition.unit import Segment, Unit, UnitIndex
 from infinity.planner.updates import Completions
-from infinity.shards.updates import Updates, Weights
+from infinity.shards.updates import PendingUpdate, Updates, Weights
 
 #: Is given a parameter's name, and the elements ``(n,)`` of its gradient in this rank's shard.
 OnGradient = Callable[[str, Tensor], object]
@@ -79,41 +80,6 @@ class HostPools(NamedTuple):
     gradients: HostPool
     weights: HostPool
     staging: HostPool
-
-
-class OffloadThread:
-    """Runs what copies gradients off an accelerator, and back, on a thread with a stream of its own.
-
-    ``updates`` hear what is to come, and what went wrong.
-    """
-
-    def __init__(self, device: torch.device, updates: Updates) -> None:
-        self._updates = updates
-        self._pool = ThreadPoolExecutor(1, "infinity-gradient", use_own_stream, (device,))
-        self._ident = 0  # of the thread, once it runs
-
-    def run(self, call: Callable[[], None]) -> Transfer:
-        """Run ``call`` there, behind those before it; at once if this is that thread."""
-        left = Transfer()
-        if threading.get_ident() == self._ident:
-            call()
-            left.finish()
-            return left
-        self._updates.announce(left)
-
-        def run() -> None:
-            self._ident = threading.get_ident()
-            try:
-                call()
-            except BaseException as error:  # a thread that waits for a buffer must hear of it, too
-                self._updates.on_failure(error)
-                raise
-
-        self._pool.submit(left.run, run)
-        return left
-
-    def close(self) -> None:
-        self._pool.shutdown()
 
 
 class GradientPath:
@@ -130,7 +96,7 @@ class GradientPath:
         self._reducing: Transfer | None = None  # the last reduction, where the next one waits for it
         self._beside: OffloadThread | None = None
         self._norms: torch.Stream | None = None
-        self._unread: dict[int, Tensor] = {}  # norms of gradients that stay on the accelerator
+        self._unread: dict[int, Tensor] = {}  # norms of gradients on the accelerator
         self.watchers: OrderedDict[int, OnGradient] = OrderedDict()  # of each step's gradients
         if mover.staging is not None:
             device = mover.staging.device
@@ -176,7 +142,7 @@ class GradientPath:
             self._reducing = None
 
     def read_norms(self) -> None:
-        """Report the norms of gradients that stayed on the accelerator to the updates; blocks once."""
+        """Report the norms of gradients that were on the accelerator to the updates; blocks once."""
         if self._unread:
             with on_stream(self._norms):
                 norms = torch.stack([*self._unread.values()]).tolist()
@@ -340,25 +306,43 @@ class GradientPath:
         used = tuple(segment for segment in unit.segments if total.used[segment.index])
         if self.watchers:
             self._show(unit, total, used)
-        if unit.index in self.updates.chosen:
-            self._submit_device_update(unit, total, used)
+        if self.host is None:
+            grad = total.flat
+            squares = sum(map(sum_of_squares, self._counted(unit, grad)))
+            self.updates.add(unit, grad, squares, total.lease, weights(), used)
             return
-        grad, lease = total.flat, total.lease
-        total.lease.record_use()  # the stream of the norm waits for what this one has waited for
-        if self.host is not None:
+        with on_stream(self._norms):
+            grad = total.flat
+            self._unread[unit.index] = norm = norm_on_device(*self._counted(unit, grad))
+            total.lease.record_use()  # and so of what the norm's stream has waited for
+        if unit.index in self.updates.chosen:
+            self.updates.add(unit, grad, 0.0, total.lease, Weights(), used)
+        else:
+            self._leave(unit, total, weights, self.updates.expect_gradient(unit, used), norm)
+
+    def _leave(
+        self, unit: Unit, total: Gradient, weights: TakesWeights, pending: PendingUpdate, norm: Tensor
+    ) -> None:
+        """Let a gradient leave the accelerator when its turn comes; any thread."""
+        assert self._beside is not None
+        lags, left = unit.home.tier is Tier.HOST, Transfer()
+        if not lags:
+            self.updates.announce(left)
+        pending.arrived = left
+
+        def leave() -> None:
+            assert self.host is not None
+            grad = total.flat
             lease = self.host.gradients.lease(grad.nbytes, who="gradient for the update")
             lease.tensor.view(grad.dtype).copy_(grad, non_blocking=True)
             lease.record_use()
-        with on_stream(self._norms):
-            there = total.flat
-            parts = self._counted(unit, there)
-            norm = None if self._norms is None else norm_on_device(*parts)
-            total.lease.record_use()
-        if self.host is not None:
             total.lease.release()
-        with on_stream(self._norms):
-            squares = sum(map(sum_of_squares, parts)) if norm is None else norm.item() ** 2
-        self.updates.add(unit, lease.tensor.view(grad.dtype), squares, lease, weights(), used)
+            with on_stream(self._norms):
+                squares = norm.item() ** 2
+            self.updates.take(pending, lease.tensor.view(grad.dtype), squares, lease, weights())
+
+        order = 1 + self.updates.order.first_use(unit.index) if lags else 0
+        self._beside.leave(leave, total.lease, left, order)
 
     def _show(self, unit: Unit, total: Gradient, used: tuple[Segment, ...]) -> None:
         """Give watchers the gradient of each parameter, as far as it is in this rank's shard."""
@@ -375,13 +359,6 @@ class GradientPath:
             return [flat]
         within = unit.within(low, low + len(flat))
         return [flat[start - low :][:n] for s, start, _, n in within if counts(s.whole)] or [flat[:0]]
-
-    def _submit_device_update(self, unit: Unit, total: Gradient, used: tuple[Segment, ...]) -> None:
-        with on_stream(self._norms):
-            grad = total.flat
-            self._unread[unit.index] = norm_on_device(*self._counted(unit, grad))
-            total.lease.record_use()  # and so of what the norm's stream has waited for
-        self.updates.add(unit, grad, 0.0, total.lease, Weights(), used)
 
 
 class Gradients:

@@ -12,7 +12,6 @@ import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import import_module
 from queue import SimpleQueue
@@ -25,7 +24,7 @@ from torch import Tensor
 from infinity.core.config import Config, SettingError, Valid, setting
 from infinity.core.errors import did_you_mean
 from infinity.core.nbytes import rounded
-from infinity.device.machine import LEAST_NUMEL, background_threads, compile_ahead, in_slices
+from infinity.device.machine import LEAST_NUMEL, OrderedThreads, background_threads, compile_ahead, in_slices
 from infinity.device.memory import HostBuffer
 from infinity.optim import elementwise, matrix  # noqa: F401  (RULES)
 from infinity.optim.rule import EMA, PIECE_NUMEL, RULES, TEMPORARIES, Rule
@@ -275,16 +274,17 @@ PlacedRule = HostRule | DeviceRule
 class ResidentRules:
     """Updates shards in host memory: a shard that waits goes to whichever of ``rules`` is free first.
 
-    Each has a thread of its own ``beside`` the caller; else the first is the caller's, also nested.
+    Each has a thread of its own ``beside`` the caller, and takes the one of the least order that waits; else
+    the first is the caller's, also nested.
     """
 
     def __init__(self, rules: Sequence[PlacedRule], *, beside: bool) -> None:
         self._first, self._free = rules[0], SimpleQueue[PlacedRule]()
         for rule in rules:
             self._free.put(rule)
-        self.threads = ThreadPoolExecutor(len(rules), "infinity-resident") if beside else None
+        self.threads = OrderedThreads(len(rules), "infinity-resident") if beside else None
 
-    def run(self, update: Callable[[PlacedRule], object]) -> None:
+    def run(self, update: Callable[[PlacedRule], object], order: int = 0) -> None:
         """Call ``update`` with a rule, which beside the caller no other call has meanwhile."""
 
         def call() -> None:
@@ -294,12 +294,12 @@ class ResidentRules:
             finally:
                 self._free.put(rule)
 
-        update(self._first) if self.threads is None else self.threads.submit(call)
+        update(self._first) if self.threads is None else self.threads.submit(call, order)
 
     def close(self) -> None:
         """Wait for the updates in flight, and end the threads. May be called twice."""
         if self.threads is not None:
-            self.threads.shutdown()
+            self.threads.close()
 
 
 def scratch_nbytes(numel: int) -> int:

@@ -18,6 +18,7 @@ class Job:
     threads: float = 0.0  # that it keeps busy
     ready_s: float = 0.0  # before that it holds its queue, and does not go on
     began_s: float | None = None  # when it went on for the first time
+    order: int = 0  # it goes before those that wait with a larger one
 
 
 class Queues:
@@ -49,8 +50,12 @@ class Queues:
         self.busy_s: defaultdict[str, float] = defaultdict(float)  # for which each queue's jobs went on
 
     def add(self, queue: int, job: Job) -> None:
-        self.jobs[queue].append(job)
-        if self.jobs[queue][0] is job:
+        jobs = self.jobs[queue]
+        at = len(jobs)
+        while at > 1 and jobs[at - 1].order > job.order:
+            at -= 1
+        jobs.insert(at, job)
+        if jobs[0] is job:
             self._begin(queue)
 
     def pass_on(self) -> bool:

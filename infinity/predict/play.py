@@ -246,14 +246,16 @@ class _Player:
         if not self.setup.on_accelerator or unit in self._memory.updated:
             self._updates.add(unit, nbytes, turn)
             return
-        self._arriving += 1
+        lags, job = not self.setup.units[unit].on_nvme, self._updates.expect_gradient(unit, 0, turn)
+        self._arriving += not lags
 
         def arrived() -> None:
-            self._arriving -= 1
+            self._arriving -= not lags
             self._memory.give_back(nbytes)
-            self._updates.add(unit, 0, turn)
+            self._updates.take(job)
 
-        self._clock.move(Channel.DEVICE_TO_HOST, self.setup.gradient_nbytes(unit), arrived)
+        nbytes_moved = self.setup.gradient_nbytes(unit)
+        self._clock.move(Channel.DEVICE_TO_HOST, nbytes_moved, arrived, order=lags and 1 + job.priority)
 
     def _pack(self, stored: Stored) -> None:
         write = partial(self._clock.move, Channel.NVME_WRITE, stored.nbytes, _nothing)
@@ -456,6 +458,7 @@ class _PlayedUpdate(Job):
     rest_nbytes: int = 0  # what each chunk reads beside the state: weights and gradient, if not at hand
     written_nbytes: int = 0  # by each chunk; likewise the time of its computation
     compute_s: float = 0.0
+    coming: bool = True  # its gradient has yet to come
     when_computed: list[Callable[[], object]] | None = None  # calls; None: no update runs, or it is computed
     when_landed: list[Callable[[], object]] = field(default_factory=list)
 
@@ -485,6 +488,10 @@ class _PlayedUpdates:
 
     def add(self, unit: int, nbytes: int, turn: int) -> None:
         """Add a unit's complete gradient, which has ``nbytes`` of device memory since ``turn``."""
+        self.take(self.expect_gradient(unit, nbytes, turn))
+
+    def expect_gradient(self, unit: int, nbytes: int, turn: int) -> _PlayedUpdate:
+        """Add a unit whose gradient comes later, maybe after the commit."""
         setup = self._setup
         update = ShardUpdate(
             str(unit), early=setup.early and setup.units[unit].on_nvme, keeps=setup.clips,
@@ -495,7 +502,14 @@ class _PlayedUpdates:
             unit=unit, update=update, gradient_nbytes=nbytes, turn=turn,
             weights_nbytes=self.weights.pop(unit, None),
         )  # fmt: skip
-        self._on(job, update.complete())
+        return job
+
+    def take(self, job: _PlayedUpdate) -> None:
+        """Take a gradient that has come."""
+        job.coming = False
+        self._on(job, job.update.complete())
+        if job.update.in_flight and not self._setup.units[job.unit].on_nvme:
+            self._begin(job)
 
     def commit(self) -> None:
         """Commit the step: publish updates, and start those that waited for it."""
@@ -583,8 +597,12 @@ class _PlayedUpdates:
             self._clock.update(time_s)
             self._on(job, job.update.landed())
             return
-        job.when_computed, self._latest[job.unit] = [], job
-        self._clock.serve(UPDATE, time_s, partial(self._end, job))
+        job.when_computed, job.compute_s, self._latest[job.unit] = [], time_s, job
+        if not job.coming:
+            self._begin(job)
+
+    def _begin(self, job: _PlayedUpdate) -> None:
+        self._clock.serve(UPDATE, job.compute_s, partial(self._end, job), order=job.priority)
 
     def _end(self, job: _PlayedUpdate) -> None:
         follows, job.when_computed = job.when_computed or (), None

@@ -458,9 +458,9 @@ class VirtualClock:
             queues.pass_on()
         queues.now_s = end_s
 
-    def move(self, channel: Channel, nbytes: int, then: Callable[[], object]) -> None:
+    def move(self, channel: Channel, nbytes: int, then: Callable[[], object], order: int = 0) -> None:
         self.count(channel, nbytes)
-        self.send(channel, nbytes, then)
+        self.send(channel, nbytes, then, order)
 
     def over_link(self, channel: Channel, nbytes: int, then: Callable[[], object]) -> None:
         """Call ``then`` when bytes have moved between host and accelerator; at once without one."""
@@ -481,23 +481,24 @@ class VirtualClock:
         """Count bytes of this step, whenever they move."""
         self.nbytes[_QUEUES[channel]] += nbytes
 
-    def send(self, channel: Channel, nbytes: int, then: Callable[[], object]) -> None:
-        """Queue the transfer of bytes that were counted."""
+    def send(self, channel: Channel, nbytes: int, then: Callable[[], object], order: int = 0) -> None:
+        """Queue the transfer of bytes that were counted, before those that wait with a larger ``order``."""
         queues, rate = self.queues, self._bytes_per_s[channel]
         if rate > 0 and nbytes > 0:
             ready_s = queues.now_s + self._latency_s
-            queues.add(int(channel), Job(nbytes / rate, then, ready_s=ready_s))
+            queues.add(int(channel), Job(nbytes / rate, then, ready_s=ready_s, order=order))
         else:
             then()
 
     def serve(
-        self, name: str, time_s: float, then: Callable[[], object], threads: float = 1.0, ready: bool = True
-    ) -> Callable[[], None]:
+        self, name: str, time_s: float, then: Callable[[], object], threads: float = 1.0, ready: bool = True,
+        order: int = 0,
+    ) -> Callable[[], None]:  # fmt: skip
         """Queue a job behind those of the same name; its turn waits until it is ``ready``, or let on.
 
         Returns what lets it go on.
         """
-        queue, job = _QUEUES.index(name), Job(time_s, then, threads, 0.0 if ready else NEVER_S)
+        queue, job = _QUEUES.index(name), Job(time_s, then, threads, 0.0 if ready else NEVER_S, order=order)
         self.queues.add(queue, job)
         return partial(self.queues.let_on, queue, job)
 

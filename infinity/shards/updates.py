@@ -8,9 +8,9 @@ are rolled back, and the next update overwrites the next version.
 
 [Note: shards in host memory] A unit in host memory has one place, so it is only updated at ``step``. For a
 commit it is also written to NVMe while the next step computes; its next update waits until these writes have
-ended. Beside an accelerator, a thread updates it during the next forward, whose upload of the unit waits for
-that. A unit that is on the accelerator, too, is updated there (:mod:`infinity.shards.homes`). For a commit it
-is brought home first, and its next update waits for nothing.
+ended. Beside an accelerator, a thread updates it during the next forward, once its gradient has come, and the
+unit's upload waits for that. A unit that is on the accelerator, too, is updated there
+(:mod:`infinity.shards.homes`). For a commit it is brought home first, and its next update waits for nothing.
 
 [Note: two passes of an update] Of a rule of whole matrices (:mod:`infinity.optim.matrix`) an update has a
 first pass, which leaves directions in the gradient; then matrices are transformed, and a last pass begins.
@@ -71,11 +71,12 @@ class PendingUpdate:
 
     unit: Unit
     update: ShardUpdate
-    grad: Tensor  # (shard_numel,) in memory, as long as ``lease`` is held
-    sum_of_squares: float
-    lease: Lease
-    weights: Weights
     used: tuple[Segment, ...]  # parameters that have a gradient
+    arrived: Transfer | None = None  # after which there is what follows; None: it is there
+    grad: Tensor = field(init=False)  # (shard_numel,) in memory, as long as ``lease`` is held
+    lease: Lease = field(init=False)
+    weights: Weights = field(default_factory=Weights)
+    sum_of_squares: float = 0.0  # known at ``step``
     grad_scale: float = 1.0  # the clip coefficient, as far as it is known
     started: "Started" = field(init=False)  # once the update has started; another one if it starts again
     stored: Transfer | None = None  # ends when the gradient is on NVMe; None: it stays in memory
@@ -203,14 +204,24 @@ class Updates:
             grad: In ``lease``: host memory, or the accelerator's for units that are updated there.
             used: Parameters of the unit that any rank has a gradient of; the others are left alone.
         """
+        self.take(self.expect_gradient(unit, used), grad, squares, lease, weights)
+
+    def expect_gradient(self, unit: Unit, used: tuple[Segment, ...]) -> PendingUpdate:
+        """Add a unit whose gradient :meth:`take` gets when it has ``arrived``, maybe after ``step``."""
         self.hypers.begin_step()
         update = ShardUpdate(
             unit.name, early=self.early and unit.home.tier is Tier.NVME, keeps=self.speculation.clips,
             spills=unit.index in self.stored_gradients.chosen,
         )  # fmt: skip
-        pending = PendingUpdate(unit, update, grad, squares, lease, weights, used)
-        self.ready[unit.index] = pending
-        self._on(pending, partial(update.complete, finite=math.isfinite(squares)))
+        pending = self.ready[unit.index] = PendingUpdate(unit, update, used)
+        return pending
+
+    def take(
+        self, pending: PendingUpdate, grad: Tensor, squares: float, lease: Lease, weights: Weights
+    ) -> None:
+        pending.grad, pending.lease, pending.weights = grad, lease, weights
+        pending.sum_of_squares = squares
+        self._on(pending, partial(pending.update.complete, finite=math.isfinite(squares)))
 
     def _on(self, pending: PendingUpdate, event: Callable[[], tuple[Do, ...]]) -> None:
         """Tell an update what has happened, and carry out the actions that follow; any thread."""
@@ -344,6 +355,9 @@ class Updates:
     def drop(self, indices: Iterable[int]) -> None:
         """Drop gradients and updates of these units; the others may still be committed."""
         dropped = {index: self.ready[index] for index in indices}
+        for pending in dropped.values():
+            if pending.arrived is not None:
+                pending.arrived.wait()
         if dropped:
             self.roll_back(dropped.values())
         for index, pending in dropped.items():
@@ -422,6 +436,8 @@ class Updates:
         def play(runs: Sequence[Run], then: Callable[[BaseException | None], None], rule: PlacedRule) -> None:
             error: BaseException | None = None
             try:
+                if pending.arrived is not None:
+                    pending.arrived.wait()  # it has ended, maybe with an error
                 for transfer in storing:  # writes and saves of the old values read them first
                     transfer.wait()
                 preserve(pending.unit.index)
@@ -437,7 +453,8 @@ class Updates:
             then(error)
 
         def begin(runs: Sequence[Run], then: Callable[[BaseException | None], None]) -> None:
-            self.rules.run(partial(play, runs, then))
+            run = partial(self.rules.run, partial(play, runs, then), self.order.first_use(pending.unit.index))
+            run() if pending.arrived is None else pending.arrived.then(run)
 
         buffer, runs = home.leases[0].buffer, started.runs
         if isinstance(buffer, SharedSlice):

@@ -9,10 +9,11 @@ against a machine of any shape; only the host's own Python takes its own time.
 import functools
 import math
 import time
-from bisect import insort
+from bisect import bisect, insort
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from threading import Lock
 from typing import Any
 
@@ -61,8 +62,8 @@ class Pace:
             if not taken_s:
                 return ready_s
             busy = self.busy.setdefault(resource, [])
-            at_s = ready_s
-            for began_s, ended_s in busy:
+            at_s, first = ready_s, max(0, bisect(busy, (ready_s,)) - 1)
+            for began_s, ended_s in islice(busy, first, None):
                 if began_s >= at_s + taken_s:
                     break
                 at_s = max(at_s, ended_s)

@@ -279,6 +279,22 @@ def test_beside_an_accelerator_updates_in_host_memory_lag_into_the_next_forward(
     assert alone.stall_s["update"] == pytest.approx(alone.busy_s[UPDATE])
 
 
+def test_gradients_of_units_in_host_memory_go_on_leaving_while_the_next_forward_computes() -> None:
+    units, share = 24, 0.9  # of the step's compute, half of it forward: what the link takes each way
+    made = setup(units, window=40)
+    made = replace(made, units=tuple(replace(unit, on_nvme=False) for unit in made.units))
+    compute_s = play_step(trace(units), made).busy_s["compute"]
+    channels = replace(made.rates.channels, host_bytes_per_s=2 * units * NUMEL / (share * compute_s))
+    made = replace(made, rates=replace(made.rates, channels=channels, update_bytes_per_s=1e15))
+    cost = play_step(trace(units), made)
+    # All uploads, and backward: gradients, which take longer than backward, have all of the step.
+    least = (share + 0.5) * compute_s
+    assert least < cost.step_s < least + 4 * share * compute_s / units
+    assert cost.busy_s["device to host"] == pytest.approx(share * compute_s)
+    clipped = play_step(trace(units), replace(made, clips=True))
+    assert clipped.step_s == pytest.approx(cost.step_s)  # the norm waits for no gradient to leave
+
+
 def test_units_whose_states_are_on_the_device_move_nothing_at_all() -> None:
     made = setup(6, window=3)
     in_host = replace(made, units=tuple(replace(unit, on_nvme=False) for unit in made.units))
