@@ -46,7 +46,7 @@ class StepReport(AdapterReport):
     step: int
     step_s: float
     stall_s: dict[str, float] = field(default_factory=dict)  # by cause: read, write, update, ...
-    nbytes_read: int = 0
+    nbytes_read: int = 0  # since the last report: of updates that lag, with the next one
     nbytes_written: int = 0
     nbytes_crossed: int = 0  # of weights and gradients, from other nodes
     nbytes_copied: int = 0  # of commits, to the next node's drives

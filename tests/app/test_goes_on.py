@@ -504,6 +504,24 @@ def test_a_stop_signal_keeps_the_last_step_and_says_how_to_go_on(
         assert same(model(tmp_path / "runs/one/model"), model(whole / "runs/one/model"))
 
 
+@pytest.mark.slow
+def test_ctrl_c_twice_on_two_ranks_keeps_the_last_step(tmp_path: Path, whole_on_two: Path) -> None:
+    """As torchrun does it: a terminal's Ctrl-C reaches all processes, and the launcher sends another one."""
+
+    def kill(ranks: Any) -> None:
+        for _ in range(2):
+            for rank in range(2):
+                ranks.kill(rank, signal.SIGINT)
+            time.sleep(0.02)
+
+    ends = run(tmp_path, 2, slow_step=4, kill=kill)
+    assert [end.result for end in ends] == [130, 130], ends
+    assert "step 3 of 6 is kept" in ends[0].traceback
+    assert [end.result for end in run(tmp_path, 2)] == [0, 0]
+    assert metrics(tmp_path) == metrics(whole_on_two)
+    assert same(*(model(folder / "runs/one/model") for folder in (tmp_path, whole_on_two)))
+
+
 def test_a_run_goes_on_with_another_number_of_ranks_and_says_what_a_step_takes(tmp_path: Path) -> None:
     interrupt(tmp_path)
     ends = run(tmp_path, 2)
