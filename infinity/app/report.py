@@ -21,11 +21,8 @@ from infinity.app.samples import SAMPLES
 from infinity.core.errors import RecipeError, library_errors, optional_package, quiet_libraries
 from infinity.core.files import read_file, user_path, write_file
 from infinity.core.nbytes import format_nbytes
-from infinity.core.plan import Outcome
+from infinity.core.plain import record_of
 from infinity.observe.metrics import (
-    ActivationSummary,
-    LossSummary,
-    PredictedStep,
     Summary,
     SummaryBuilder,
     finite,
@@ -151,14 +148,8 @@ def rows_of(folder: Path, totals: SummaryBuilder, recipe: Recipe) -> list[tuple[
 def _finished(path: Path) -> Summary | None:
     """Return the summary of a finished run; None: it is not finished, or another version wrote it."""
     try:
-        given = json.loads(read_file(path, _MOST_SUMMARY_NBYTES))
-        given["adapters"] = {name: LossSummary(**each) for name, each in given["adapters"].items()}
-        if given["predicted"] is not None:
-            given["predicted"] = PredictedStep(**given["predicted"])
-        if (cache := given["activations"]) is not None:
-            costs = {name: cache[name] and Outcome(**cache[name]) for name in ("predicted", "measured")}
-            given["activations"] = ActivationSummary(**cache | costs)
-        return Summary(**given)
+        found: Summary = record_of(Summary, json.loads(read_file(path, _MOST_SUMMARY_NBYTES)))
+        return found
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
 

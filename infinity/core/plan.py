@@ -8,17 +8,17 @@ before, between and after the calls. A saved storage's key, by which a plan name
 ordinal there: the same in every micro-batch.
 """
 
-import functools
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
+from typing import NamedTuple
 
 from infinity.core.errors import InfinityError, RecipeError, StateError, library_errors
 from infinity.core.files import read_file, write_file
 from infinity.core.nbytes import format_nbytes
+from infinity.core.plain import built, record_of
 
 #: The longest plan that is read, a hundred times that of a large model (bytes).
 _MOST_NBYTES = 2**28
@@ -171,26 +171,6 @@ class Profile:
         return replace(self, step_s=step_s, operators=operators)
 
 
-_hints: Callable[[Any], dict[str, Any]] = functools.cache(get_type_hints)
-
-
-def _built(wanted: Any, given: Any) -> Any:
-    """Return ``given``, from JSON, in the type ``wanted``; a union is one with None."""
-    kinds, origin, is_record = get_args(wanted), get_origin(wanted), is_dataclass(wanted)
-    if origin in (tuple, frozenset):
-        return origin(_built(kinds[0], each) for each in given)
-    if origin is Mapping:
-        return {_built(kinds[0], key): _built(kinds[1], value) for *key, value in given}
-    if kinds:
-        return None if given is None else _built(kinds[0], given)
-    if is_record:  # asked before: else mypy takes the class for an object
-        hints = _hints(wanted)
-        if different := hints.keys() ^ given.keys():
-            raise ValueError(f"keys {sorted(different)} are missing or unknown")
-        return wanted(**{name: _built(hint, given[name]) for name, hint in hints.items()})
-    return wanted(*given) if wanted in (SlotKey, OperatorKey) else wanted(given)
-
-
 class Place(StrEnum):
     """Lists the places in which a saved storage may wait for backward."""
 
@@ -282,7 +262,7 @@ class ActivationPlan:
 
     @classmethod
     def from_json(cls, text: str) -> "ActivationPlan":
-        plan: ActivationPlan = _built(cls, json.loads(text))
+        plan: ActivationPlan = built(cls, json.loads(text))
         return plan
 
 
@@ -324,7 +304,7 @@ class Planning:
         with library_errors(RecipeError, f"{path}: wanted a plan that infinity wrote"):
             given = json.loads(read_file(path, _MOST_NBYTES))
             if (version := given.pop("version")) == _VERSION:
-                found: Planning = _built(cls, given)
+                found: Planning = built(cls, given)
                 return found
         raise RecipeError(
             f"{path}: another release of infinity wrote it, in version {version} of the format; this one "
@@ -385,10 +365,7 @@ class Choice(NamedTuple):
     def read(cls, path: Path) -> "Choice | None":
         """Return the choice in a file; None: there is none, or it is something else."""
         try:
-            found = cls(**json.loads(read_file(path, _MOST_NBYTES)))
+            found: Choice = record_of(cls, json.loads(read_file(path, _MOST_NBYTES)))
         except (OSError, ValueError, TypeError, RecursionError):
             return None
-        kinds = {"values": dict, "line": str, "host_nbytes": int, "device_nbytes": int}
-        fields = found._asdict()
-        plain = all(type(fields[name]) is kind for name, kind in kinds.items())
-        return found if plain and found.line.isprintable() else None
+        return found if found.line.isprintable() else None

@@ -8,7 +8,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from itertools import takewhile
 from pathlib import Path
 from statistics import median
@@ -22,6 +22,7 @@ from rich.text import Text
 
 from infinity.core.files import append_file, open_regular, write_file
 from infinity.core.nbytes import format_nbytes
+from infinity.core.plain import record_of
 from infinity.core.plan import Outcome
 
 #: The end of a metrics file in which its last step is looked for (bytes); a line has some hundred.
@@ -375,18 +376,9 @@ def read_metrics(path: Path, last: int = sys.maxsize) -> Iterator[StepReport | E
 
 def _report_of(given: dict[str, Any]) -> StepReport | Evaluation | None:
     try:
-        kind: Any = StepReport if given["kind"] == "step" else Evaluation
-        names = [each.name for each in fields(kind) if each.name in given]  # older ones wrote less
-        known = {name: given[name] for name in names}
-        adapters = known.get("adapters", {}).items()
-        if kind is StepReport:
-            known["adapters"] = {name: AdapterReport(**each) for name, each in adapters}
-        else:
-            losses = {"": given["loss"], **dict(adapters)}
-            losses = {name: math.nan if loss is None else loss for name, loss in losses.items()}
-            known |= {"loss": losses.pop(""), "adapters": losses}
-        return kind(**known)  # type: ignore[no-any-return]
-    except (KeyError, TypeError, AttributeError):
+        kind = StepReport if given["kind"] == "step" else Evaluation
+        return record_of(kind, given)  # type: ignore[no-any-return]  # older ones wrote less
+    except (KeyError, TypeError, ValueError, AttributeError):
         return None
 
 

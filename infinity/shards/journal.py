@@ -46,6 +46,7 @@ from infinity.core.config import Config, Valid, option
 from infinity.core.errors import DirectoryError, DiskError, InfinityError, StateError, first_line
 from infinity.core.files import create_file, open_found, open_regular, sync
 from infinity.core.nbytes import BLOCK_NBYTES, Extent, Piece, Transfer
+from infinity.core.plain import built
 from infinity.nvme.volume import open_direct
 
 _HEAD_MAGIC = b"infinity-journal-2"
@@ -168,15 +169,6 @@ class Version:
     def pieces(self) -> Iterator[Piece]:
         return (piece for chunk in self.chunks for piece in chunk.pieces)
 
-    @classmethod
-    def of_plain(cls, plain: Any) -> "Version":
-        """Return the version that :func:`_fields` gave."""
-        chunks = []
-        for start, numel, *extents in plain[0]:
-            pieces = (tuple(Piece(*piece) for piece in extent) for [extent] in extents)
-            chunks.append(ChunkExtents(start, numel, *map(Extent, pieces)))
-        return cls(tuple(chunks))
-
 
 @dataclass(frozen=True, slots=True)
 class UnitRecord:
@@ -184,7 +176,7 @@ class UnitRecord:
 
     numel: int  # of the unit
     segments: Sequence[tuple[str, int, tuple[int, ...]]]  # name, offset and shape of each parameter
-    counts: Sequence[int]  # updates that each of them has had
+    counts: tuple[int, ...]  # updates that each of them has had
     versions: Sequence[Version]  # in files numbered by drive; empty: its values are those of a checkpoint
     version: int  # the committed one among them
 
@@ -192,13 +184,6 @@ class UnitRecord:
     def committed(self) -> Version:
         """The committed version; without chunks if the values are those of a checkpoint."""
         return self.versions[self.version % len(self.versions)] if self.versions else Version(())
-
-    @classmethod
-    def of_plain(cls, plain: Any) -> "UnitRecord":
-        """Return the record that :func:`_fields` gave."""
-        numel, segments, counts, versions, version = plain
-        places = [(name, at, tuple(shape)) for name, at, shape in segments]
-        return cls(numel, places, tuple(counts), [*map(Version.of_plain, versions)], version)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,8 +241,7 @@ def parts_of_commit(record: CommitRecord) -> tuple[bytes, bytes]:
 
 def commit_of_parts(number: int, body: bytes, state: bytes) -> CommitRecord:
     """Return a commit from its parts, of which checksums have shown that they are what was written."""
-    step, units, *more = json.loads(body)
-    record = CommitRecord(step, [*map(UnitRecord.of_plain, units)], *more)
+    record: CommitRecord = built(CommitRecord, json.loads(body))
     return replace(record, number=number, state=state)
 
 

@@ -178,7 +178,7 @@ class Records:
                 assert isinstance(disk, DiskHome)
                 versions = disk.versions
             segments = [(s.name, s.offset, tuple(s.shape)) for s in unit.segments]
-            counts = [s.steps for s in unit.segments]
+            counts = tuple(s.steps for s in unit.segments)
             listed.append(UnitRecord(unit.numel, segments, counts, versions, unit.home.version))
         drives, dtype = 0 if storage.files is None else len(storage.files.paths), str(storage.layout.dtype)
         ranks = self.tiers.ranks
