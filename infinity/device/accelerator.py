@@ -20,6 +20,7 @@ import os
 import random
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -106,6 +107,18 @@ def synchronize(device: torch.device) -> None:
     """Block until the device has done all work that it was given; on the CPU do nothing."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+def least_s(run: Callable[[], object], device: torch.device, tries: int) -> float:
+    """Return the least seconds of ``tries`` runs, of which the first may compile and allocate."""
+    times_s = []
+    for _ in range(tries):
+        synchronize(device)
+        began_s = time.perf_counter()
+        run()
+        synchronize(device)
+        times_s.append(time.perf_counter() - began_s)
+    return min(times_s)
 
 
 def memory_nbytes(device: torch.device) -> tuple[int, int]:

@@ -12,7 +12,6 @@ import math
 import mmap
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -25,7 +24,7 @@ import torch
 
 from infinity.core.config import SettingError
 from infinity.core.process import launched
-from infinity.device.accelerator import sum_in_fp16, summing_in_fp16, synchronize
+from infinity.device.accelerator import least_s, sum_in_fp16, summing_in_fp16
 
 Dtype = Literal["bf16", "fp16", "fp32"]
 DTYPES: dict[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -222,11 +221,7 @@ def measure_dtype(name: Dtype, device: torch.device) -> DtypeSpeed:
 @torch.no_grad()
 def multiply_s(dtype: torch.dtype, size: int, device: torch.device) -> float:
     matrix = torch.ones(size, size, dtype=dtype, device=device)
-    synchronize(device)
-    began_s = time.perf_counter()
-    torch.mm(matrix, matrix)
-    synchronize(device)
-    return time.perf_counter() - began_s
+    return least_s(lambda: torch.mm(matrix, matrix), device, 1)
 
 
 def accumulate_in_fp16(device: torch.device, least: Callable[[float], float]) -> Callable[[], None]:

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from infinity.core import files
-from infinity.core.errors import DirectoryError, LockedError, UnsafePathError
+from infinity.core.errors import DirectoryError, LockedError, disk_errors
 from infinity.core.nbytes import format_nbytes
 
 _LOCKS = "rank*.lock"
@@ -42,25 +42,21 @@ class RunDirectory:
         self.path, self.rank = Path(os.path.realpath(root)) / run_id, rank
         self._files: set[Path] = set()
         self._lock_path = self.path / f"rank{rank}.lock"
-        try:
-            files.shared_directory(self.path.parent)
-            files.own_directory(self.path)
-            self._lock = files.lock_file(self._lock_path)  # a descriptor; -1 after remove
-        except LockedError as error:
-            advice = "wait for that run or end it, or give this one another run.name or memory.nvme"
-            if files.is_locked_here(self._lock_path):
-                advice = (
-                    "that is this process, which has a model of the run: before another one is built call "
-                    "infinity.close(model, keep=True), or drop the model and all that holds it (in a "
-                    "notebook also results of its forward passes, and tracebacks)"
-                )
-            text = f"{self.path} is in use by {files.lock_owner(self._lock_path)}; {advice}"
-            raise LockedError(errno.EWOULDBLOCK, text, str(self._lock_path)) from error
-        except UnsafePathError:
-            raise
-        except OSError as error:
-            action = f"making the run's directory {self.path}"
-            raise DirectoryError(error.errno or errno.EIO, action, self.path) from error
+        with disk_errors(f"making the run's directory {self.path}", self.path, DirectoryError):
+            try:
+                files.shared_directory(self.path.parent)
+                files.own_directory(self.path)
+                self._lock = files.lock_file(self._lock_path)  # a descriptor; -1 after remove
+            except LockedError as error:
+                advice = "wait for that run or end it, or give this one another run.name or memory.nvme"
+                if files.is_locked_here(self._lock_path):
+                    advice = (
+                        "that is this process, which has a model of the run: before another one is built "
+                        "call infinity.close(model, keep=True), or drop the model and all that holds it "
+                        "(in a notebook also results of its forward passes, and tracebacks)"
+                    )
+                text = f"{self.path} is in use by {files.lock_owner(self._lock_path)}; {advice}"
+                raise LockedError(errno.EWOULDBLOCK, text, str(self._lock_path)) from error
 
     def file(self, name: str) -> Path:
         """Return the path of this rank's file ``name``, which :meth:`remove` removes."""

@@ -13,7 +13,7 @@ from infinity.core.errors import (
     ChangedFileError,
     DirectoryError,
     DiskError,
-    UnsafePathError,
+    disk_errors,
 )
 from infinity.core.files import create_file, is_named, open_found
 from infinity.core.nbytes import BLOCK_NBYTES, Extent, Piece, aligned
@@ -122,19 +122,18 @@ class VolumeFile:
         with mmap.mmap(-1, min(_MIB, piece.nbytes)) as zeros, memoryview(zeros) as view:
             at, end = piece.offset, piece.offset + piece.nbytes
             while at < end:
-                try:
+                with disk_errors("write of zeros", self.path, offset=at, nbytes=end - at):
                     at += os.pwrite(self.fd, view[: min(len(view), end - at)], at)
-                except OSError as error:
-                    raise DiskError(
-                        error.errno or errno.EIO, "write of zeros", self.path, offset=at, nbytes=end - at
-                    ) from error
 
     def check(self) -> None:
         if self.fd < 0:
             return
-        try:
+        with disk_errors("check", self.path):
             if self.stamp is not None:
-                now = _stamp_of(self.path.stat())
+                try:
+                    now = _stamp_of(self.path.stat())
+                except FileNotFoundError:
+                    raise ChangedCheckpointError(self.path, "was removed") from None
                 if now[:2] != self.stamp[:2]:
                     raise ChangedCheckpointError(self.path, "was replaced")
                 if now != self.stamp:
@@ -146,12 +145,6 @@ class VolumeFile:
                 raise ChangedFileError(self.path, "was removed or replaced")
             if (size := os.fstat(self.fd).st_size) < nbytes:
                 raise ChangedFileError(self.path, f"was cut to {size} bytes of at least {nbytes}")
-        except FileNotFoundError:
-            raise ChangedCheckpointError(self.path, "was removed") from None
-        except ChangedFileError:
-            raise
-        except OSError as error:
-            raise DiskError(error.errno or errno.EIO, "check", self.path) from error
 
     def close(self) -> None:
         if self.fd >= 0:
@@ -166,13 +159,8 @@ def _stamp_of(found: os.stat_result) -> tuple[int, ...]:
 
 def open_sealed(path: Path, fd: int) -> VolumeFile:
     """Open a checkpoint's file, which is open as ``fd``, to read it past the page cache."""
-    own, flags, direct = f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC, True  # the same file, surely
-    try:
-        again = os.open(own, flags | os.O_DIRECT)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-            raise
-        again, direct = os.open(own, flags), False
+    own = Path(f"/proc/self/fd/{fd}")  # the same file, surely
+    again, direct = _past_the_cache(own, os.open, os.O_RDONLY | os.O_CLOEXEC)
     found = os.fstat(again)
     return VolumeFile(path, again, direct, found.st_size, sealed=True, stamp=_stamp_of(found))
 
@@ -189,17 +177,26 @@ def open_own(path: Path, space: Space | None = None) -> VolumeFile:
 
 def open_direct(path: Path, open_file: Callable[[Path, int], int], how: str) -> tuple[int, bool]:
     """Return a descriptor to read and write a file, and whether it bypasses the page cache; else raise."""
+    with disk_errors(f"{how} the file {path}", path, DirectoryError):
+        return _past_the_cache(path, open_file, os.O_RDWR)
+
+
+def _past_the_cache(path: Path, open_file: Callable[[Path, int], int], flags: int) -> tuple[int, bool]:
     try:
-        try:
-            return open_file(path, os.O_RDWR | os.O_DIRECT), True
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-                raise
-        return open_file(path, os.O_RDWR), False
-    except UnsafePathError:
-        raise
+        return open_file(path, flags | os.O_DIRECT), True
     except OSError as error:
-        raise DirectoryError(error.errno or errno.EIO, f"{how} the file {path}", path) from error
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+    return open_file(path, flags), False
+
+
+def read_piece(fd: int, path: Path, piece: Piece, view: memoryview | mmap.mmap) -> None:
+    """Read a piece, or a file's last block from its beginning on; DiskError: not all of it; blocking."""
+    where = {"offset": piece.offset, "nbytes": piece.nbytes}
+    with disk_errors("read", path, **where):
+        moved = os.preadv(fd, [view], piece.offset)
+    if moved < piece.nbytes:
+        raise DiskError(errno.EIO, "read", path, **where, moved=moved)
 
 
 class Volume:
@@ -322,10 +319,8 @@ class Volume:
     def sync(self) -> None:
         """Block until everything written so far survives a power cut; raise a DiskError if it cannot."""
         for file in self._files[: len(self._weights)]:
-            try:
+            with disk_errors("sync", file.path):
                 os.fdatasync(file.fd)
-            except OSError as error:
-                raise DiskError(error.errno or errno.EIO, "sync", file.path) from error
 
     def check(self) -> None:
         """Raise a ChangedFileError unless the files are what they were; two system calls each."""

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import math
 import re
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -24,6 +23,7 @@ from torch import Tensor
 from infinity.core.config import Config, SettingError, Valid, setting
 from infinity.core.errors import did_you_mean
 from infinity.core.nbytes import rounded
+from infinity.device.accelerator import least_s
 from infinity.device.machine import LEAST_NUMEL, OrderedThreads, background_threads, compile_ahead, in_slices
 from infinity.device.memory import HostBuffer
 from infinity.optim import elementwise, matrix  # noqa: F401  (RULES)
@@ -318,12 +318,8 @@ def measure_rates(rule: Rule, dtype: torch.dtype, device: torch.device, threads:
         rates = []
         rule = rule.elementwise[0]
         for placed in (HostRule(rule, dtype, threads=threads), DeviceRule(rule, dtype, device)):
-            best_s = math.inf
-            for _ in range(_TRIES):  # the first compiles, and allocates
-                began_s = time.perf_counter()
-                placed.update(weight, grad, state, weight, rule.hyper(rule.idle))
-                best_s = min(best_s, time.perf_counter() - began_s)
-            rates.append(numel / best_s)
+            update = functools.partial(placed.update, weight, grad, state, weight, rule.hyper(rule.idle))
+            rates.append(numel / least_s(update, device, _TRIES))
     return rates[0], rates[1]
 
 

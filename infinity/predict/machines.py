@@ -9,7 +9,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from infinity.core.errors import RecipeError
 from infinity.core.files import is_file, user_path, write_file
 from infinity.core.nbytes import format_nbytes
 from infinity.core.plan import Hardware
-from infinity.device.accelerator import memory_nbytes, name_of, reaches_others, synchronize
+from infinity.device.accelerator import least_s, memory_nbytes, name_of, reaches_others
 from infinity.device.machine import (
     DTYPES,
     FP16_SUMS_GAIN,
@@ -434,7 +434,7 @@ def _flops_per_s(dtype: torch.dtype, device: torch.device) -> float:
 def _copy_bytes_per_s(device: torch.device) -> float:
     source = torch.ones(_COPIED_NBYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * _COPIED_NBYTES / _best_s(lambda: target.copy_(source), device)
+    return 2 * _COPIED_NBYTES / least_s(lambda: target.copy_(source), device, _TRIES + 1)
 
 
 def _updated(layout: StateLayout) -> tuple[float, int]:
@@ -450,7 +450,7 @@ def _between_bytes_per_s(device: torch.device) -> float | None:
         return None
     source = torch.ones(_COPIED_NBYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source, device=other)
-    return _rounded(_COPIED_NBYTES / _best_s(lambda: target.copy_(source), device))
+    return _rounded(_COPIED_NBYTES / least_s(lambda: target.copy_(source), device, _TRIES + 1))
 
 
 def _update_rates() -> tuple[float, float]:
@@ -470,16 +470,5 @@ def _update_s(arithmetic: Rule) -> float:
     weight, grad = (torch.zeros(_UPDATED_NUMEL, dtype=dtype, device=device) for _ in range(2))
     memory = torch.zeros(layout.state_nbytes(_UPDATED_NUMEL), dtype=torch.uint8, device=device)
     state = layout.views(memory, _UPDATED_NUMEL)
-    return _best_s(lambda: rule.update(weight, grad, state, weight, hyper), device) / _UPDATED_NUMEL
-
-
-def _best_s(run: Callable[[], object], device: torch.device) -> float:
-    """Return the least seconds of some runs; the first one may compile."""
-    times_s = []
-    for _ in range(_TRIES + 1):
-        synchronize(device)
-        began_s = time.perf_counter()
-        run()
-        synchronize(device)
-        times_s.append(time.perf_counter() - began_s)
-    return min(times_s)
+    update_s = least_s(lambda: rule.update(weight, grad, state, weight, hyper), device, _TRIES + 1)
+    return update_s / _UPDATED_NUMEL

@@ -1,9 +1,18 @@
-"""Builds a recipe's model without values: on the meta device, cut by the runtime's builder, then faked."""
+"""Builds a recipe's model without values: on the meta device, cut by the runtime's builder, then faked.
+
+[Note: which form]
+A published ``quantization_config`` is known if it is of a form that :func:`infinity.quantize` writes, or INT4
+or INT8 of compressed-tensors, GPTQ or AWQ, with the same tensors for every matrix that it does not leave out;
+then a frozen base is planned by its stored bytes.
+"""
 
 import functools
+import json
 import os
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,12 +25,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from infinity.activations.profiler import tensors_in
 from infinity.activations.recompute import Choice
 from infinity.api.lora import DEFAULT, follow, make_adapters, parameters_by_adapter
+from infinity.api.saved import saved_tensors
 from infinity.checkpoint.directory import Checkpoint, read_json_object
 from infinity.checkpoint.directory import Stored as StoredTensor
 from infinity.checkpoint.forms import decode_checkpoint, read_quantization
 from infinity.checkpoint.load import CheckpointValues, Part, make_part
 from infinity.checkpoint.model import build_model, is_ours, read_config
-from infinity.checkpoint.quantize import template
+from infinity.checkpoint.quantize import FORMS, WITH_EXPERTS, published, template
+from infinity.checkpoint.writer import create_files, plan_files
 from infinity.core.plan import ActivationPlan, Hardware, Profile
 from infinity.device.machine import DTYPES, Dtype
 from infinity.engine.expert_blocks import ExpertBlock
@@ -34,13 +45,17 @@ from infinity.predict.operators import OperatorTimes
 from infinity.predict.recording import Batch, Record, no_collection, play
 from infinity.predict.repeats import record
 from infinity.predict.step import StepTrace
-from infinity.predict.unwritten import form_of, unwritten
 from infinity.recipes.models import GPT
 from infinity.recipes.objectives import loaded_as
 from infinity.recipes.recipe import Recipe
 from infinity.shards.base import BaseFiles
 
 _IN_TILES = "experts are computed in tiles: planned as if all were equally likely for each token"
+#: What tells the forms that are written from each other, and from others.
+_TELLS = (
+    "quant_method", "format", "quant_algo", "weight_block_size", "load_in_4bit", "bnb_4bit_quant_type",
+    "bnb_4bit_use_double_quant",
+)  # fmt: skip
 
 
 class _FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
@@ -252,11 +267,11 @@ class ModelWithoutValues:
         has_weights = path is not None and any(path.glob("*.safetensors"))
         if path is not None and not has_weights and not is_ours(path) and form is None:
             given = read_json_object(path / "config.json").get("quantization_config")
-            form = form_of(given) if isinstance(given, dict) else None
+            form = _form_of(given) if isinstance(given, dict) else None
         if path is None or form is None:
             yield None
         else:
-            with (template if has_weights else unwritten)(path, form) as folder:
+            with (template if has_weights else _unwritten)(path, form) as folder:
                 if not has_weights:
                     self.notes.append(f"{path} holds no weights: planned as if it had them in {form}")
                 yield folder
@@ -327,3 +342,52 @@ class ModelWithoutValues:
         if self.values.base is not None:
             self.values.base.follow(fakes)
         del before
+
+
+def _form_of(quantization: Mapping[str, Any]) -> Any:
+    """Return the form that a ``quantization_config`` speaks of, for :func:`template`; None: it is unknown."""
+    with suppress(KeyError, TypeError, ValueError, AttributeError):
+        return _form_written(quantization) or _form_published(quantization)
+    return None
+
+
+def _form_published(given: Mapping[str, Any]) -> Any:
+    method, left = given.get("quant_method"), given.get("ignore") or given.get("modules_to_not_convert") or ()
+    if method == "compressed-tensors" and given.get("format") == "pack-quantized":
+        [group] = given["config_groups"].values()
+        weights, size = group["weights"], int(group["weights"].get("group_size") or 0)
+        said = {**given, "sym": weights.get("symmetric", True)}
+        return published("pack-quantized", said, int(weights["num_bits"]), max(0, size), left)
+    if method in ("gptq", "awq"):
+        return published(method, given, int(given.get("bits", 4)), max(0, int(given["group_size"])), left)
+    return None
+
+
+def _form_written(given: Mapping[str, Any]) -> str | None:
+    rows = [(name, form.config) for forms in (FORMS, WITH_EXPERTS) for name, form in forms.items()]
+    alike = (
+        name for name, said in rows if all((said.get(k) or None) == (given.get(k) or None) for k in _TELLS)
+    )
+    return next(alike, None)
+
+
+@contextmanager
+def _unwritten(path: Path, form: Any) -> Iterator[Path]:
+    """Make the directory that ``path``, a config.json without weights, would be in ``form``.
+
+    It holds no values, and goes with the context. Raises a CheckpointError as
+    :func:`infinity.checkpoint.quantize.template`.
+    """
+    with tempfile.TemporaryDirectory(prefix="infinity-") as folder:
+        plain = Path(folder)
+        with torch.device("meta"):
+            model = build_model(read_config(path, {"quantization_config": None}), None, torch.bfloat16)
+        dtype = getattr(model.config, "dtype", None) or torch.bfloat16
+        saved = saved_tensors(model, model.state_dict(keep_vars=True))
+        specs = [replace(each.spec, dtype=dtype) for each in saved]
+        create_files(plain, plan_files(specs), {})
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        config.pop("quantization_config", None)
+        (plain / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        with template(plain, form) as made:
+            yield made

@@ -638,10 +638,7 @@ class _PlayedUpdates:
                     for call in follows:
                         call()
                 case Move.ENDED:
-                    self._on(target, target.update.landed())
-                    for call in target.when_landed:
-                        call()
-                    target.when_landed.clear()
+                    self._end(target)
 
     def _send(self, chunk: ChunkInFlight, channel: Channel, nbytes: int) -> None:
         chunk.moving += 1

@@ -20,10 +20,8 @@ compared at every step; a difference ends the run with an error that names the f
 """
 
 import contextlib
-import errno
 import functools
 import mmap
-import os
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -36,11 +34,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from infinity.core.errors import DiskError, StateError
+from infinity.core.errors import StateError
 from infinity.core.lifecycle import Tier
 from infinity.core.nbytes import BLOCK_NBYTES, Extent, Piece, Transfer, aligned, around, stream
 from infinity.device.machine import background_threads
 from infinity.device.memory import Lease
+from infinity.nvme.volume import read_piece
 from infinity.optim.state import StateLayout, store_master
 from infinity.partition.unit import Chunk, Home, StoredForm, Unit
 from infinity.shards.storage import Storage, chunk_places
@@ -284,15 +283,9 @@ class FrozenBase:
     def tail(self, piece: Piece) -> bytes:
         """Return the last block of a file, zero-padded, which is read once; blocking."""
         if piece not in self._tails:
-            code, moved, volume = errno.EIO, 0, self.store.volume
-            with mmap.mmap(-1, BLOCK_NBYTES) as block:  # aligned
-                try:  # of the last block O_DIRECT reads what there is
-                    moved = os.preadv(volume.fd(piece.file), [block], piece.offset)
-                except OSError as error:
-                    code = error.errno or code
-                if moved < piece.nbytes:
-                    where = {"offset": piece.offset, "nbytes": piece.nbytes, "moved": moved}
-                    raise DiskError(code, "read", volume.path(piece.file), **where)
+            volume = self.store.volume
+            with mmap.mmap(-1, BLOCK_NBYTES) as block:  # aligned; O_DIRECT reads what there is of it
+                read_piece(volume.fd(piece.file), volume.path(piece.file), piece, block)
                 self._tails[piece] = block[:]
         return self._tails[piece]
 

@@ -29,7 +29,7 @@ from infinity.comm.ranks import Ranks, own_address, peer_errors
 from infinity.core.errors import DiskError, InfinityError, PeerError, first_line
 from infinity.core.files import create_file, open_found
 from infinity.core.nbytes import Extent, Piece
-from infinity.nvme.volume import Volume, open_direct
+from infinity.nvme.volume import Volume, open_direct, read_piece
 from infinity.shards.journal import (
     CommitRecord,
     CorruptJournalError,
@@ -39,7 +39,7 @@ from infinity.shards.journal import (
     parts_of_commit,
     read_journal,
 )
-from infinity.shards.saved import PART_NBYTES, parts_of, pieces_of, read_piece, write_piece
+from infinity.shards.saved import PART_NBYTES, parts_of, pieces_of, write_piece
 
 #: What a message is: its kind, the file, and the offset there, and the bytes that follow.
 _MESSAGE = struct.Struct("!BIQQ")

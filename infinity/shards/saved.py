@@ -25,14 +25,14 @@ from infinity.core.errors import (
     BEGIN_ANEW,
     ChangedFileError,
     DiskError,
-    InfinityError,
     LockedError,
     StateError,
+    disk_errors,
 )
 from infinity.core.files import create_file, is_locked, open_found, sync
 from infinity.core.nbytes import Piece
 from infinity.nvme.run_directory import RunDirectory, finished_path
-from infinity.nvme.volume import Space, open_direct
+from infinity.nvme.volume import Space, open_direct, read_piece
 from infinity.optim.rules import find_rule
 from infinity.shards.journal import (
     CommitRecord,
@@ -284,23 +284,13 @@ def pieces_of(record: CommitRecord) -> set[tuple[int, Piece]]:
     return {(index, piece) for index, unit in enumerate(record.units) for piece in unit.committed.pieces}
 
 
-def read_piece(fd: int, path: Path, piece: Piece, view: memoryview) -> None:
-    try:
-        moved, code = os.preadv(fd, [view], piece.offset), errno.EIO
-    except OSError as error:
-        moved, code = 0, error.errno or errno.EIO
-    if moved < piece.nbytes:
-        raise DiskError(code, "read", path, offset=piece.offset, nbytes=piece.nbytes, moved=moved)
-
-
 def write_piece(fd: int, path: Path, part: Piece, view: memoryview) -> None:
     """Write a part of a version in its place; DiskError: not all of it, as on a full drive."""
-    try:
-        moved, code = os.pwrite(fd, view, part.offset), errno.ENOSPC
-    except OSError as error:
-        moved, code = 0, error.errno or errno.EIO
+    where = {"offset": part.offset, "nbytes": part.nbytes}
+    with disk_errors("write", path, **where):
+        moved = os.pwrite(fd, view, part.offset)
     if moved < part.nbytes:
-        raise DiskError(code, "write", path, offset=part.offset, nbytes=part.nbytes, moved=moved)
+        raise DiskError(errno.ENOSPC, "write", path, **where, moved=moved)
 
 
 def parts_of(piece: Piece) -> Iterator[Piece]:
@@ -354,7 +344,8 @@ def bring_back(folders: Sequence[Path], ranks: Ranks, note: Callable[[str], obje
             elif ranks.rank == move.source:
                 _give(Path(move.entry.journal), folders, group, move.to)
             elif ranks.rank == move.to:
-                _take(folders, group, move.source)
+                with disk_errors("bringing the interrupted run's files", folders[0]):
+                    _take(folders, group, move.source)
         if ranks.world_size > 1:
             dist.barrier(group)
             dist.destroy_process_group(group)
@@ -455,16 +446,6 @@ def _give(journal: Path, folders: Sequence[Path], group: Any, to: int) -> None:
 
 def _take(folders: Sequence[Path], group: Any, source: int) -> None:
     """Write what :func:`_give` sends, the journal last: until it is there, nothing is."""
-    try:
-        _take_files(folders, group, source)
-    except InfinityError:
-        raise
-    except OSError as error:
-        code = error.errno or errno.EIO
-        raise DiskError(code, "bringing the interrupted run's files", folders[0]) from error
-
-
-def _take_files(folders: Sequence[Path], group: Any, source: int) -> None:
     received: list[Any] = [None] * 5
     dist.recv_object_list(received, source, group)
     name, sizes, pieces, head, content = received

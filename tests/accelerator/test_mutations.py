@@ -13,14 +13,13 @@ from tests.helpers.launch import RanksError, run_ranks
 #: What no training on this device can show, by the beginning of its name, and why.
 EXEMPT = {
     "activations/profiler.py": "only times are read there",
-    "device/memory.py measure_link": "only times are read there",
     "checkpoint/quantized.py _Kernel.compile": "it shows an error of the trial, whose values nobody reads",
     "comm/collectives.py Collectives._end: work.wait (2)": "without it the thread looks again and again",
     "comm/collectives.py Collectives._end: work.wait (3)": "only of errors; test_dying_peers.py shows it",
     "comm/nodes.py Nodes._fetch_across: kept.lease.record_use (1)": (
         "only of slices that are given up for room before their unit is reduced, on the same stream"
     ),
-    "device/machine.py multiply_s": "only times are read there",
+    "device/accelerator.py least_s": "only times are read there",
     "device/memory.py HostBuffer.unlock": "copies have ended before a pool closes; test_pool.py shows it",
     "device/memory.py _unlock_pages": "only of a model that was dropped; test_device.py shows it",
     "device/memory.py Lease.idle": "only which gradient leaves first; test_leaving.py shows it",
