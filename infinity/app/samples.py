@@ -36,6 +36,12 @@ class Writing(NamedTuple):
     seed: int = 0
 
 
+def tokenizer_of(recipe: Recipe) -> Path | None:
+    """Return the directory of a run's tokenizer; None: it has no files."""
+    source = Path(recipe.data.tokenizer or recipe.model.path or "bytes")
+    return source if tokenizer_files(source) else None
+
+
 class Writer:
     """Writes text with one model.
 
@@ -49,10 +55,8 @@ class Writer:
             raise RecipeError(f"train.task={recipe.train.task}: its model gives scores, and writes no text")
         self._model, self._agree = model, agree
         path = recipe.model.path
-        name = recipe.data.tokenizer
-        if name is None:
-            name = path if path is not None and tokenizer_files(Path(path)) else "bytes"
-        self.tokenizer: Tokenizer = open_tokenizer(name)
+        name = recipe.data.tokenizer or tokenizer_of(recipe) or "bytes"
+        self.tokenizer: Tokenizer = open_tokenizer(str(name))
         self._longest = recipe.model.seq_len if path is None else longest_sequence(Path(path))
         self._ends = self.tokenizer.ends.union(ends_of(model))
 

@@ -23,7 +23,7 @@ from infinity.api.optimizer import Optimizer
 from infinity.app import runs
 from infinity.app.best import Best
 from infinity.app.loop import Loop
-from infinity.app.samples import SAMPLES, SamplesFile, end_answers, read_prompts
+from infinity.app.samples import SAMPLES, SamplesFile, end_answers, read_prompts, tokenizer_of
 from infinity.checkpoint.directory import tokenizer_files
 from infinity.checkpoint.distcp import DistributedCheckpoint
 from infinity.checkpoint.load import OnProgress
@@ -506,11 +506,6 @@ def write_model(
         )  # fmt: skip
     infinity.save_lora(model, out, per_expert=wanted.per_expert, name=wanted.adapter, ema=wanted.ema)
     return None
-
-
-def tokenizer_of(recipe: Recipe) -> Path | None:
-    source = Path(recipe.data.tokenizer or recipe.model.path or "bytes")
-    return source if tokenizer_files(source) else None
 
 
 @contextmanager

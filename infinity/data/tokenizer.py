@@ -324,7 +324,7 @@ def render_turns(
         whole = text if number + 1 == len(messages) else ""
         if before:
             prompt = render(before, True)
-            begin = _alike(prompt, text)
+            begin = count_alike(prompt, text)
             if begin < len(prompt) and begin < len(render(before, False)):
                 raise MalformedError(
                     f"message {number + 1}: the chat template renders the preceding messages differently "
@@ -338,9 +338,9 @@ def render_turns(
     return turns
 
 
-def _alike(one: str, other: str) -> int:
-    """Return how many characters two texts begin with alike."""
-    if other.startswith(one):
+def count_alike(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return how many characters two texts begin with alike, or messages two chats."""
+    if other[: len(one)] == one:
         return len(one)
     return next((at for at, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
 

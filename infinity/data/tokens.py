@@ -39,6 +39,7 @@ from infinity.data.tokenizer import (
     Encoded,
     MalformedError,
     Tokenizer,
+    count_alike,
     encode_completion,
 )
 
@@ -383,18 +384,14 @@ def encode_pairs(source: Source, tokenizer: Tokenizer, reading: Reading) -> Docu
     def both(record: Record) -> list[Encoded]:
         prompt, chosen, rejected = (record.get(name) for name in ("prompt", "chosen", "rejected"))
         if prompt is None and isinstance(chosen, list) and isinstance(rejected, list):
-            alike = _alike(chosen, rejected)
+            alike = min(
+                count_alike(chosen, rejected), len(chosen) - 1, len(rejected) - 1
+            )  # leave one of each
             prompt, chosen, rejected = chosen[:alike], chosen[alike:], rejected[alike:]
         named = (("chosen", chosen), ("rejected", rejected))
         return [_completed(tokenizer, prompt, each, name) for name, each in named]
 
     return encoded_rows(source, reading, both)
-
-
-def _alike(chosen: list[Any], rejected: list[Any]) -> int:
-    """Return how many messages two chats begin with alike, and leave one of each."""
-    differ = (at for at, (one, other) in enumerate(zip(chosen, rejected)) if one != other)
-    return next(differ, min(len(chosen), len(rejected)) - 1)
 
 
 def encode_judged(source: Source, tokenizer: Tokenizer, reading: Reading) -> Documents:
