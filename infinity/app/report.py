@@ -19,9 +19,8 @@ from infinity.app import runs
 from infinity.app.best import BEST_FOLDER, best_steps
 from infinity.app.samples import SAMPLES
 from infinity.core.errors import RecipeError, library_errors, optional_package, quiet_libraries
-from infinity.core.files import read_file, user_path, write_file
+from infinity.core.files import read_file, record_of, user_path, write_file
 from infinity.core.nbytes import format_nbytes
-from infinity.core.plain import record_of
 from infinity.observe.metrics import (
     Summary,
     SummaryBuilder,

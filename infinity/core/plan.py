@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from infinity.core.errors import InfinityError, RecipeError, StateError, library_errors
-from infinity.core.files import read_file, write_file
+from infinity.core.files import built, read_file, record_of, write_file
 from infinity.core.nbytes import format_nbytes
-from infinity.core.plain import built, record_of
 
 #: The longest plan that is read, a hundred times that of a large model (bytes).
 _MOST_NBYTES = 2**28

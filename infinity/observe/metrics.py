@@ -20,9 +20,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from infinity.core.files import append_file, open_regular, write_file
+from infinity.core.files import append_file, open_regular, record_of, write_file
 from infinity.core.nbytes import format_nbytes
-from infinity.core.plain import record_of
 from infinity.core.plan import Outcome
 
 #: The end of a metrics file in which its last step is looked for (bytes); a line has some hundred.

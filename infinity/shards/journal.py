@@ -44,9 +44,8 @@ import torch
 
 from infinity.core.config import Config, Valid, option
 from infinity.core.errors import DirectoryError, DiskError, InfinityError, StateError, first_line
-from infinity.core.files import create_file, open_found, open_regular, sync
+from infinity.core.files import built, create_file, open_found, open_regular, sync
 from infinity.core.nbytes import BLOCK_NBYTES, Extent, Piece, Transfer
-from infinity.core.plain import built
 from infinity.nvme.volume import open_direct
 
 _HEAD_MAGIC = b"infinity-journal-2"

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 
-from infinity.core.plain import built, record_of
+from infinity.core.files import built, record_of
 
 
 class Key(NamedTuple):
