@@ -153,9 +153,13 @@ def places_within(
     # The longest gap first: it helps the most positions for the same bytes.
     waiting = [i for i, period in enumerate(periods) if period.is_worth_storing]
     waiting.sort(key=lambda i: (periods[i].begin - periods[i].end, i))
-    gaps = np.array([(periods[i].begin, periods[i].end) for i in waiting], dtype=np.int64).reshape(-1, 2)
-    begins, ends = gaps[:, 0].copy(), gaps[:, 1].copy()
+    gaps = np.array([(p.begin, p.end, p.released_at + 1) for p in map(periods.__getitem__, waiting)])
     over = least_memory(lifetimes, chosen) - capacity_nbytes
+    # From one of their ends to the next positions have one fate: the fullest counts for all of them.
+    stretches = np.union1d([0], gaps)
+    over = np.maximum.reduceat(over, stretches[stretches < len(over)]) if len(gaps) else over[:0]
+    gaps = np.searchsorted(stretches, gaps.reshape(-1, 3))
+    begins, ends = gaps[:, 0].copy(), gaps[:, 1].copy()
     # In how many of the gaps each position is.
     change = (np.bincount(at, minlength=len(over) + 1) for at in (begins, ends))
     helped = np.cumsum(np.subtract(*change)[: len(over)])
@@ -165,7 +169,7 @@ def places_within(
         left = (all_nbytes - hardware.host_nbytes) / max(1, hardware.host_nbytes)
         s_per_byte[Place.HOST] = max(s_per_byte[Place.HOST], s_per_byte[Place.NVME] * left)
     while len(over) and over[at := int(over.argmax())] > 0:
-        for number in np.flatnonzero((begins <= at) & (at < ends)).tolist():
+        for number in np.flatnonzero((begins <= at) & (at < ends)):
             index, period = waiting[number], periods[waiting[number]]
             before = chosen.get(index, Place.KEEP)
             place = soonest(period, before is Place.CODED)
@@ -176,10 +180,10 @@ def places_within(
                 place = Place.CODED
             if place is not None:
                 chosen[index] = place
-                over[period.begin : period.end] += period.kept(place) - period.kept(before)
-                more = period.beside(place) - period.beside(before) + lifetimes.padding_nbytes
-                over[period.end : period.released_at + 1] += more
-                helped[period.begin : period.end] -= 1
+                begin, end, released = gaps[number]
+                over[begin:end] += period.kept(place) - period.kept(before)
+                over[end:released] += period.beside(place) - period.beside(before) + lifetimes.padding_nbytes
+                helped[begin:end] -= 1
                 begins[number] = ends[number] = 0  # it is gone
                 break
         else:
@@ -290,9 +294,13 @@ def _waits(lifetimes: Lifetimes, plan: ActivationPlan, capacity_nbytes: int) -> 
     first = 0  # of the slots that need not have gone yet
     for at, until in pairwise([*sorted(calls), len(memory)] if stored else ()):
         late = first + np.flatnonzero((packed[first:] < at) & (begin[first:] < until) & (load[first:] > at))
-        late, positions = late[::-1], np.arange(at, until)[:, None]  # the newest first
+        late = late[::-1]  # the newest first
+        full = np.flatnonzero(memory[at:until] + nbytes[late].sum() > capacity_nbytes)
+        if not len(full):
+            continue
+        positions = (at + full)[:, None]
         held = np.where((begin[late] <= positions) & (positions < load[late]), nbytes[late], 0).cumsum(1)
-        too_many = (held + memory[at:until, None] > capacity_nbytes).any(0)
+        too_many = (held + memory[positions] > capacity_nbytes).any(0)
         if too_many.any():
             first = int(late[too_many.argmax()]) + 1
             yield StoreWait(calls[at][1], calls[at][0], periods[first - 1].key)
@@ -311,7 +319,6 @@ class PlanSearch:
         # Of the step that recomputes some blocks, without some operators; and all storages that can leave.
         self._lifetimes = cache(lambda again: self._index.lifetimes(*again))
         self._everything = cache(lambda again: self._within(again, 0))
-        self._least = cache(lambda again: _peak(self._lifetimes(again), self._everything(again)))
         # What is coded in every pass is not recomputed: or numbers would depend on the plan.
         self._rounded = [
             index
@@ -456,19 +463,17 @@ class PlanSearch:
         lifetimes, hardware = self._lifetimes(again), self._hardware
         if best is not None and lifetimes.until_s[-1] >= best.outcome.step_s:
             return best  # not even without any stall
-        if self._least(again) > rung:
-            return best
         chosen = self._within(again, rung)
         choices = [chosen]
-        if not self._rounded:
-            forms = {
-                i: p.coded for i, p in enumerate(lifetimes.periods) if i in chosen and p.coded is not None
-            }
+        forms = {i: form for i, p in enumerate(lifetimes.periods) if i in chosen and (form := p.coded)}
+        if forms and not self._rounded:
             paying = {i for i, f in forms.items() if f.pays(lifetimes.periods[i].nbytes, hardware)}
             choices += [self._coded(again, rung, some) for some in (forms.keys(), paying)]
         # What is coded is in memory, too, while it is read: there it may be too much.
         fitting = [places for places in choices if _peak(lifetimes, places) <= rung]
-        return self._fastest_of(best, rung, again, fitting or [self._everything(again)])
+        if not fitting and _peak(lifetimes, everything := self._everything(again)) > rung:
+            return best
+        return self._fastest_of(best, rung, again, fitting or [everything])
 
     def _fastest_of(
         self, best: Candidate | None, rung: int, again: Again, choices: Sequence[Places]
