@@ -359,6 +359,17 @@ class PlanSearch:
         met = (candidate for candidate in found if candidate is not None)
         return min(met, key=lambda c: (c.outcome.step_s, c.outcome.nbytes_stored, c.outcome.peak_nbytes)).plan
 
+    def near(self, like: ActivationPlan, capacity_nbytes: int | None) -> ActivationPlan | None:
+        """Return a plan within a capacity that recomputes what another one does; None: there is none.
+
+        Without a capacity it is that plan, if host memory holds what that has there.
+        """
+        if capacity_nbytes is None:
+            host_nbytes = self._simulated(like).outcome.host_peak_nbytes
+            return like if host_nbytes <= self._hardware.host_nbytes else None
+        found = self._faster(None, capacity_nbytes, self._index.again(like))
+        return None if found is None else found.plan
+
     def without_slowdown(self) -> ActivationPlan:
         """Return the plan of the smallest rung that does not slow the step down, without its budget."""
         best = self.keep
@@ -546,15 +557,23 @@ def _levels(index: ProfileIndex, order: Sequence[int]) -> Iterator[frozenset[int
             yield frozenset(kept)
 
 
-def plan(profile: Profile, hardware: Hardware, capacity_nbytes: int | None = None) -> ActivationPlan:
+def plan(
+    profile: Profile,
+    hardware: Hardware,
+    capacity_nbytes: int | None = None,
+    like: ActivationPlan | None = None,
+) -> ActivationPlan:
     """Return the fastest plan found within the budget; without one, the lowest peak for 3 % of the step.
 
     The plan's ``capacity_nbytes`` is its rung, at most the budget: see [Note: one ladder for every budget].
+    ``like``: a plan of the same profile, for other channels or another budget, near which a fast search stays.
 
     Raises:
         BudgetError: No plan keeps the budget; says the smallest that can be kept, and what holds it there.
     """
     search = PlanSearch(profile, hardware)
+    if like is not None and (near := search.near(like, capacity_nbytes)) is not None:
+        return near
     if capacity_nbytes is None:
         return search.without_slowdown()
     if search.keep.outcome.peak_nbytes <= capacity_nbytes:

@@ -217,15 +217,17 @@ class DryRun(Layout):
 
     ``trace`` is one micro-batch, or all of them where they go through each block together; ``profile`` one.
 
-    ``sequences``: of a micro-batch that is recorded, and scaled; None: as many as it has.
+    ``sequences``: of a micro-batch that is recorded, and scaled; None: as many as it has. ``like``: another
+    plan of the same model's activations, near which theirs is searched.
     """
 
     passing: PassingPlan | None = None  # where what blocks return waits, in a layer schedule
     _micro_batch: Record
 
     def __init__(
-        self, model: ModelWithoutValues, recipe: Recipe, machine: Machine, sequences: int | None = None
-    ) -> None:
+        self, model: ModelWithoutValues, recipe: Recipe, machine: Machine, sequences: int | None = None,
+        like: ActivationPlan | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(model, recipe, machine)
         self._sequences = sequences or recipe.rows
         self.activations = ActivationPlan("recompute" if self.policy == "recompute" else "keep")
@@ -233,7 +235,7 @@ class DryRun(Layout):
             self.trace, recorded = self._record()
             self._profile = recorded
             if self.policy in ("plan", "offload"):
-                self.activations = self._choose_plan()
+                self.activations = self._choose_plan(like)
                 if self.policy == "plan" and self.budget.device_nbytes is not None:  # units get the rest
                     self.budget.divide_beside(self._planned_peak_nbytes())
                 if self.activations.recomputed:
@@ -264,7 +266,12 @@ class DryRun(Layout):
         if recipe.memory.device != self.recipe.memory.device and not machine.on_accelerator:
             return dry_run(recipe, machine, self.model.ranks, self, here=self.model.times is not None)
         planned = recipe.memory.policy in ("plan", "offload")
-        return DryRun(self.model, recipe, machine, None if planned else self._sequences)
+        alike = all(now == then for now, then in (
+            (recipe.rows, self.recipe.rows), (recipe.model, self.recipe.model),
+            (recipe.memory.device, self.recipe.memory.device),
+        ))  # fmt: skip
+        like = self.activations if alike and self.policy == "plan" else None
+        return DryRun(self.model, recipe, machine, None if planned else self._sequences, like)
 
     def least_host_nbytes(self) -> int:
         """Return the least ``memory.host`` with which the model can be trained (bytes)."""
@@ -414,15 +421,15 @@ class DryRun(Layout):
         over[DRIVES] = self.disk_nbytes() - drives.per_node * drives.memory
         return {part: nbytes for part, nbytes in over.items() if nbytes > 0}
 
-    def _choose_plan(self) -> ActivationPlan:
+    def _choose_plan(self, like: ActivationPlan | None) -> ActivationPlan:
         profile, hardware, budget = self.profile, self.channels(), self.budget
         if self.policy == "offload":
             return simple_plan("offload", profile, hardware)
         if budget.device_nbytes is None:
-            return self.model.planned(profile, hardware)
+            return self.model.planned(profile, hardware, None, like)
         for units_nbytes in dict.fromkeys((budget.division.total, budget.division.least)):
             with suppress(BudgetError):
-                return self.model.planned(profile, hardware, budget.device_nbytes - units_nbytes)
+                return self.model.planned(profile, hardware, budget.device_nbytes - units_nbytes, like)
         raise device_error(
             profile, hardware, budget.device_nbytes, budget.division.least, self._auto_logits()
         )

@@ -253,12 +253,14 @@ class ModelWithoutValues:
         return cast(StepTrace, self._made[key])
 
     def planned(
-        self, profile: Profile, hardware: Hardware, capacity_nbytes: int | None = None
+        self, profile: Profile, hardware: Hardware, capacity_nbytes: int | None, like: ActivationPlan | None
     ) -> ActivationPlan:
-        """Return the plan for activations; it is searched once, whatever else changes."""
-        key = profile, hardware, capacity_nbytes
+        """Return the plan for activations; it is searched once, near ``like`` if that is given."""
+        key: tuple[object, ...] = profile, hardware, capacity_nbytes
+        if like is not None and key not in self._made:
+            key = *key, like.recomputed, tuple(like.kept)
         if key not in self._made:
-            self._made[key] = make_plan(profile, hardware, capacity_nbytes)
+            self._made[key] = make_plan(profile, hardware, capacity_nbytes, like)
         return cast(ActivationPlan, self._made[key])
 
     @contextmanager
