@@ -45,6 +45,8 @@ MADE = frozenset({Kind.ACTIVATION, Kind.WORKING})
 WATCHED_S = 5e-5
 #: What a copy takes for each byte of what a kept operator makes, there: into memory that is new.
 COPIED_S = 2.5e-10
+#: Sets of operators that recomputation need not run again.
+LEVELS = 16
 #: What starting a store or a load takes of a CPU that also computes, and what reading it takes later, there.
 MOVED_S = 2.5e-4
 
@@ -354,3 +356,54 @@ class _Packing:
                 is_named=is_named,
                 coded=slot.coded,
             )
+
+
+def recomputation_order(profile: Profile) -> tuple[int, ...]:
+    """Return regions of blocks in the order of recomputation: by worth, and evenly spread."""
+    blocks = {block.region: block for block in profile.blocks}
+    nbytes = Counter[int]()
+    for slot in profile.slots:
+        block = blocks.get(slot.key.region)
+        if block is not None and slot.storage not in block.inputs and not slot.held:
+            nbytes[block.region] += slot.nbytes
+    useful = [block for block in profile.blocks if nbytes[block.region]]
+
+    def worth(block: BlockCall) -> float:
+        time_s = sum(o.time_s for o in profile.operators[slice(*block.forward)])
+        return float(f"{nbytes[block.region] / max(time_s, 1e-9):.1e}")
+
+    # The bits of a number mirrored at the point (van der Corput): prefixes of that order are evenly spread.
+    spread = {
+        block.region: int(f"{i:b}"[::-1], 2) / (1 << max(1, i.bit_length())) for i, block in enumerate(useful)
+    }
+    return tuple(b.region for b in sorted(useful, key=lambda b: (-worth(b), spread[b.region])))
+
+
+def kept_levels(index: ProfileIndex, order: Sequence[int]) -> Iterator[frozenset[int]]:
+    """Yield growing sets of operators that need not run again; see [Note: levels] in ``search``.
+
+    Operators of one name whose storages have the same sizes count as equally long: each is measured once.
+    """
+    profile, blocks = index.profile, {block.region: block for block in index.profile.blocks}
+    alike: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
+    for k in (k for region in order for k in range(*blocks[region].again) if index.may_stay(k)):
+        operator = profile.operators[k]
+        sizes = (
+            tuple(profile.storages[s].nbytes for s in each) for each in (operator.inputs, operator.outputs)
+        )
+        alike[operator.name, *sizes].append(k)
+    saves_s = {
+        kind: float(np.median(index.times[ks])) - WATCHED_S - COPIED_S * index.nbytes_of(ks[0])
+        for kind, ks in alike.items()
+    }
+    worth = {kind: saves_s[kind] / max(index.nbytes_of(ks[0]), 1) for kind, ks in alike.items()}
+    kinds = sorted((kind for kind in alike if saves_s[kind] > WATCHED_S), key=lambda kind: -worth[kind])
+    each_s = [(k, saves_s[kind]) for kind in kinds for k in alike[kind]]
+    all_s, so_far_s, level = sum(time_s for _, time_s in each_s), 0.0, 1
+    kept: set[int] = set()
+    for k, time_s in each_s:
+        kept.add(k)
+        so_far_s += time_s
+        if so_far_s >= all_s * (level / LEVELS - 1e-9):
+            level = int(so_far_s / all_s * LEVELS + 1e-9) + 1
+            yield frozenset(kept)

@@ -29,7 +29,7 @@ the first. From the plan for level 0, where all run again, blocks and level are 
 
 import math
 from bisect import bisect_left
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
@@ -42,7 +42,6 @@ from infinity.core.errors import BudgetError
 from infinity.core.nbytes import format_nbytes
 from infinity.core.plan import (
     ActivationPlan,
-    BlockCall,
     Hardware,
     Load,
     Outcome,
@@ -53,15 +52,16 @@ from infinity.core.plan import (
     Traffic,
 )
 from infinity.planner.lifetimes import (
-    COPIED_S,
+    LEVELS,
     MADE,
-    WATCHED_S,
     InactivePeriod,
     Lifetimes,
     Places,
     ProfileIndex,
+    kept_levels,
     least_memory,
     lifetimes_of,
+    recomputation_order,
 )
 from infinity.planner.simulator import LOAD, Channel, Simulator, channel_rates, load_of, mixed_rates
 
@@ -69,12 +69,12 @@ from infinity.planner.simulator import LOAD, Channel, Simulator, channel_rates, 
 RUNGS = 32
 #: Of so many blocks one more or less makes no difference; of twice as many two.
 _MANY = 128
-#: Sets of operators that recomputation need not run again; see [Note: levels].
-LEVELS = 16
 #: A step that is slower than keeping everything by no more than this share counts as not slowed down.
 NO_SLOWDOWN = 0.03
 #: One that is slower by no more than this share is not worth a search for a faster one.
 NEGLIGIBLE = 0.002
+#: A plan near another recomputes something else if that makes a step faster by this share.
+WORTH_A_CHANGE = 0.01
 
 
 class ChannelTimeline:
@@ -325,8 +325,8 @@ class PlanSearch:
             for index, period in enumerate(self._lifetimes(_NOTHING).periods)
             if period.coded is not None and not period.coded.exact and period.is_worth_storing
         ]
-        self._order = () if self._rounded else _order(profile)
-        self._levels = [frozenset[int](), *_levels(self._index, self._order)]
+        self._order = () if self._rounded else recomputation_order(profile)
+        self._levels = [frozenset[int](), *kept_levels(self._index, self._order)]
         self._count = 0  # of recomputed blocks in the plan of level 0 for the rung below
         self._at = 0, 0  # blocks and level of the best one
         rounded = dict.fromkeys(self._rounded, Place.CODED)
@@ -360,15 +360,23 @@ class PlanSearch:
         return min(met, key=lambda c: (c.outcome.step_s, c.outcome.nbytes_stored, c.outcome.peak_nbytes)).plan
 
     def near(self, like: ActivationPlan, capacity_nbytes: int | None) -> ActivationPlan | None:
-        """Return a plan within a capacity that recomputes what another one does; None: there is none.
+        """Return a plan near ``like``, that one if there is no capacity; None: none fits.
 
-        Without a capacity it is that plan, if host memory holds what that has there.
+        What it recomputes changes only where that makes the step faster by :data:`WORTH_A_CHANGE`.
         """
         if capacity_nbytes is None:
-            host_nbytes = self._simulated(like).outcome.host_peak_nbytes
-            return like if host_nbytes <= self._hardware.host_nbytes else None
-        found = self._faster(None, capacity_nbytes, self._index.again(like))
-        return None if found is None else found.plan
+            fits = self._simulated(like).outcome.host_peak_nbytes <= self._hardware.host_nbytes
+            return like if fits else None
+        regions, kept = again = self._index.again(like)
+        operators = self._index.profile.operators
+        levels = ({k for k in level if operators[k].region in regions} for level in self._levels)
+        at = len(regions), sum(level <= kept for level in levels) - 1
+        found = self._faster(None, capacity_nbytes, again)
+        better, _ = self._climb(found, capacity_nbytes, at, 2 if at[1] else 0)
+        if found is None or better is None:
+            return better and better.plan
+        is_worth_it = better.outcome.step_s < (1 - WORTH_A_CHANGE) * found.outcome.step_s
+        return (better if is_worth_it else found).plan
 
     def without_slowdown(self) -> ActivationPlan:
         """Return the plan of the smallest rung that does not slow the step down, without its budget."""
@@ -506,57 +514,6 @@ def _peak(lifetimes: Lifetimes, places: Places) -> int:
     return int(least_memory(lifetimes, places).max(initial=0))
 
 
-def _order(profile: Profile) -> tuple[int, ...]:
-    """Return regions of blocks in the order of recomputation: by worth, and evenly spread."""
-    blocks = {block.region: block for block in profile.blocks}
-    nbytes = Counter[int]()
-    for slot in profile.slots:
-        block = blocks.get(slot.key.region)
-        if block is not None and slot.storage not in block.inputs and not slot.held:
-            nbytes[block.region] += slot.nbytes
-    useful = [block for block in profile.blocks if nbytes[block.region]]
-
-    def worth(block: BlockCall) -> float:
-        time_s = sum(o.time_s for o in profile.operators[slice(*block.forward)])
-        return float(f"{nbytes[block.region] / max(time_s, 1e-9):.1e}")
-
-    # The bits of a number mirrored at the point (van der Corput): prefixes of that order are evenly spread.
-    spread = {
-        block.region: int(f"{i:b}"[::-1], 2) / (1 << max(1, i.bit_length())) for i, block in enumerate(useful)
-    }
-    return tuple(b.region for b in sorted(useful, key=lambda b: (-worth(b), spread[b.region])))
-
-
-def _levels(index: ProfileIndex, order: Sequence[int]) -> Iterator[frozenset[int]]:
-    """Yield growing sets of operators of blocks that need not run again; see [Note: levels].
-
-    Operators of one name whose storages have the same sizes count as equally long: each is measured once.
-    """
-    profile, blocks = index.profile, {block.region: block for block in index.profile.blocks}
-    alike: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
-    for k in (k for region in order for k in range(*blocks[region].again) if index.may_stay(k)):
-        operator = profile.operators[k]
-        sizes = (
-            tuple(profile.storages[s].nbytes for s in each) for each in (operator.inputs, operator.outputs)
-        )
-        alike[operator.name, *sizes].append(k)
-    saves_s = {
-        kind: float(np.median(index.times[ks])) - WATCHED_S - COPIED_S * index.nbytes_of(ks[0])
-        for kind, ks in alike.items()
-    }
-    worth = {kind: saves_s[kind] / max(index.nbytes_of(ks[0]), 1) for kind, ks in alike.items()}
-    kinds = sorted((kind for kind in alike if saves_s[kind] > WATCHED_S), key=lambda kind: -worth[kind])
-    each_s = [(k, saves_s[kind]) for kind in kinds for k in alike[kind]]
-    all_s, so_far_s, level = sum(time_s for _, time_s in each_s), 0.0, 1
-    kept: set[int] = set()
-    for k, time_s in each_s:
-        kept.add(k)
-        so_far_s += time_s
-        if so_far_s >= all_s * (level / LEVELS - 1e-9):
-            level = int(so_far_s / all_s * LEVELS + 1e-9) + 1
-            yield frozenset(kept)
-
-
 def plan(
     profile: Profile,
     hardware: Hardware,
@@ -566,7 +523,7 @@ def plan(
     """Return the fastest plan found within the budget; without one, the lowest peak for 3 % of the step.
 
     The plan's ``capacity_nbytes`` is its rung, at most the budget: see [Note: one ladder for every budget].
-    ``like``: a plan of the same profile, for other channels or another budget, near which a fast search stays.
+    ``like``: a plan of the same profile for other channels or a like budget, which saves the search.
 
     Raises:
         BudgetError: No plan keeps the budget; says the smallest that can be kept, and what holds it there.

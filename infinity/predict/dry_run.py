@@ -266,10 +266,9 @@ class DryRun(Layout):
         if recipe.memory.device != self.recipe.memory.device and not machine.on_accelerator:
             return dry_run(recipe, machine, self.model.ranks, self, here=self.model.times is not None)
         planned = recipe.memory.policy in ("plan", "offload")
-        alike = all(now == then for now, then in (
-            (recipe.rows, self.recipe.rows), (recipe.model, self.recipe.model),
-            (recipe.memory.device, self.recipe.memory.device),
-        ))  # fmt: skip
+        before = self.recipe
+        alike = recipe.model == before.model and recipe.rows == before.rows
+        alike = alike and recipe.memory.device == before.memory.device
         like = self.activations if alike and self.policy == "plan" else None
         return DryRun(self.model, recipe, machine, None if planned else self._sequences, like)
 

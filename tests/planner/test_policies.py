@@ -197,6 +197,33 @@ def test_to_keep_a_budget_on_a_slower_drive_costs_nothing_on_the_one_that_was_me
     assert play(profile, made, slow).peak_nbytes <= made.capacity_nbytes
 
 
+@given(profile=random_profiles(), channels=random_hardware(), share=st.floats(0.0, 1.0))
+@fast
+def test_a_plan_near_another_keeps_its_budget(profile: Profile, channels: Hardware, share: float) -> None:
+    capacity = budget_between(profile, channels, share)
+    first, faster = plan(profile, channels, capacity), replace(channels, latency_s=channels.latency_s / 2)
+    made = plan(profile, faster, capacity, first)
+    well_formed(profile, made)
+    assert play(profile, made, faster).peak_nbytes <= capacity
+    free = plan(profile, channels)
+    assert plan(profile, faster, None, free) == free
+
+
+def test_a_plan_on_faster_drives_is_about_as_fast_near_the_one_for_slow_ones() -> None:
+    profile, slow, fast = transformer(16), hardware(1.0), hardware(1.5)
+    capacity = budget_between(profile, slow, 0.3)
+    near, anew = plan(profile, fast, capacity, plan(profile, slow, capacity)), plan(profile, fast, capacity)
+    assert play(profile, near, fast).step_s <= 1.01 * play(profile, anew, fast).step_s
+
+
+def test_where_what_another_plan_recomputes_is_too_little_a_plan_is_searched() -> None:
+    profile, none = transformer(8), hardware(0.0)
+    least = smallest_budget(profile, none)
+    made = plan(profile, none, least, keep_all(profile, none))
+    assert made.recomputed
+    assert play(profile, made, none).peak_nbytes <= least
+
+
 def test_without_a_drive_and_without_host_memory_blocks_are_computed_again() -> None:
     profile, none = transformer(6), Hardware(0.0, 0.0, 0.0, 0.0)
     least = smallest_budget(profile, none)
