@@ -296,8 +296,8 @@ ROOM_BUDGETS = {
     "observe": 986,
     "optim": 2930,
     "partition": 2970,
-    "planner": 2602,
-    "predict": 5321,
+    "planner": 2636,
+    "predict": 5329,
     "recipes": 1623,
     "shards": 5176,
 }
