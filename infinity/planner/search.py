@@ -153,12 +153,8 @@ def places_within(
     # The longest gap first: it helps the most positions for the same bytes.
     waiting = [i for i, period in enumerate(periods) if period.is_worth_storing]
     waiting.sort(key=lambda i: (periods[i].begin - periods[i].end, i))
-    gaps = np.array([(p.begin, p.end, p.released_at + 1) for p in map(periods.__getitem__, waiting)])
-    over = least_memory(lifetimes, chosen) - capacity_nbytes
-    # From one of their ends to the next positions have one fate: the fullest counts for all of them.
-    stretches = np.union1d([0], gaps)
-    over = np.maximum.reduceat(over, stretches[stretches < len(over)]) if len(gaps) else over[:0]
-    gaps = np.searchsorted(stretches, gaps.reshape(-1, 3))
+    over, gaps = _over(lifetimes, chosen, [periods[i] for i in waiting])
+    over -= capacity_nbytes
     begins, ends = gaps[:, 0].copy(), gaps[:, 1].copy()
     # In how many of the gaps each position is.
     change = (np.bincount(at, minlength=len(over) + 1) for at in (begins, ends))
@@ -191,6 +187,20 @@ def places_within(
         if not helped[at]:
             over[helped == 0] = 0
     return chosen
+
+
+def _over(
+    lifetimes: Lifetimes, places: Places, periods: Sequence[InactivePeriod]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return bytes by stretch of positions, and the stretches at which gaps and releases begin and end.
+
+    From one of these to the next positions have one fate: the fullest counts for all of them.
+    """
+    ends = np.array([(p.begin, p.end, p.released_at + 1) for p in periods], dtype=np.int64).reshape(-1, 3)
+    memory, stretches = least_memory(lifetimes, places), np.union1d([0], ends)
+    if not len(ends):
+        return memory[:0], ends
+    return np.maximum.reduceat(memory, stretches[stretches < len(memory)]), np.searchsorted(stretches, ends)
 
 
 class Candidate(NamedTuple):
