@@ -13,7 +13,6 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -53,11 +52,10 @@ class SequenceRanks:
         self._runtime = runtime_of(model)
         if mesh := self._runtime.ranks.mesh:
             raise SettingError("train.sequence_ranks", count, f"1 with a mesh of ranks ({mesh})")
-        limit = timedelta(seconds=self._runtime.config.partition.timeout_s)
-        every = [
-            dist.new_group(range(first, first + count), timeout=limit)
-            for first in range(0, world_size(), count)
-        ]
+        collectives = self._runtime.ranks.collectives
+        assert collectives is not None  # there are several ranks
+        self._collectives = collectives
+        every = [collectives.apart([*range(first, first + count)]) for first in range(0, world_size(), count)]
         self._group = every[rank() // count]
         base: Any = getattr(model, "get_base_model", lambda: model)()
         if hasattr(base, "document_mask"):  # a model of infinity's own
@@ -107,10 +105,9 @@ class SequenceRanks:
         return arrived
 
     def _call(self, what: str, collective: Callable[..., Any]) -> None:
-        try:
-            collective(group=self._group)
-        except RuntimeError as error:
-            raise self._runtime.peer_error(f"{what} between ranks of a sequence", error) from error
+        """Issue a collective and wait; PeerError: another rank failed, died or stalls, also if it lives."""
+        work = collective(group=self._group, async_op=True)
+        self._collectives.end_apart(work, self._group, f"{what} between ranks of a sequence")
 
     def _unplaced(self, positions: str) -> StateError:
         return StateError(

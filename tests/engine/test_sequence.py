@@ -34,9 +34,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import infinity
 from infinity.app.train import train
-from infinity.core.errors import InfinityError, StateError
+from infinity.core.errors import InfinityError, PeerError, RecipeError, StateError
+from infinity.engine.runtime import runtime_of
 from infinity.recipes.models import GPT, CausalLoss, GPTConfig
 from tests.helpers.launch import run_ranks
+from tests.helpers.limits import comes_true
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -223,3 +225,24 @@ def test_a_recipe_with_divided_sequences_trains_as_one_rank_does(how: str, tmp_p
     ranks = (str(tmp_path), "divided", how, "train.batch_size=2", "train.sequence_ranks=2")
     for divided in run_ranks(trained, 2, *ranks):
         assert divided == pytest.approx(whole, rel=1e-5)
+
+
+def fails_alone(folder: str) -> str:
+    """Rank 1 cannot go on, and lives; returns what rank 0, which waits for it, is told meanwhile."""
+    with infinity.Init(infinity.load_recipe(overrides=["train.dtype=fp32", "memory.host=1GiB"])):
+        gpt = GPT(GPTConfig(n_layers=1, d_model=16, n_heads=2, seq_len=16))
+    ranks, told = infinity.SequenceRanks(gpt, 2), Path(folder) / "told"
+    if dist.get_rank() == 1:
+        runtime_of(gpt).fail(RecipeError("this rank's own"))
+        comes_true(told.exists, 30)
+    else:
+        with pytest.raises(PeerError) as raised:
+            ranks.exchange(torch.zeros(2, 1))
+        told.write_text(str(raised.value))
+    infinity.close(gpt)
+    return told.read_text() if told.exists() else ""
+
+
+def test_a_rank_that_waits_for_heads_is_told_that_another_one_failed(tmp_path: Path) -> None:
+    for said in run_ranks(fails_alone, 2, str(tmp_path), group=True):
+        assert "rank 1 failed with RecipeError: this rank's own" in said
