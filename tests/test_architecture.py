@@ -290,7 +290,7 @@ ROOM_BUDGETS = {
     "core": 2304,
     "data": 2722,
     "device": 1317,
-    "engine": 5382,
+    "engine": 5379,
     "integrations": 785,
     "nvme": 1198,
     "observe": 986,
