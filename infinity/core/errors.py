@@ -106,19 +106,6 @@ class DirectoryError(DiskError):
         self._say(errno, text, path)
 
 
-@contextmanager
-def disk_errors(
-    action: str, path: Path | str, kind: type[DiskError] = DiskError, /, **where: int
-) -> Iterator[None]:
-    """Raise errors of the file system inside, but for those of this package, as a DiskError or ``kind``."""
-    try:
-        yield
-    except InfinityError:
-        raise
-    except OSError as error:
-        raise kind(error.errno or errno_names.EIO, action, path, **where) from error
-
-
 class UnsafePathError(DiskError):
     """Raised when another user could have chosen, or could still change, what a path leads to."""
 

@@ -14,8 +14,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from infinity.core import files
-from infinity.core.errors import DirectoryError, LockedError, disk_errors
+from infinity.core.errors import DirectoryError, LockedError
 from infinity.core.nbytes import format_nbytes
+from infinity.nvme.volume import disk_errors
 
 _LOCKS = "rank*.lock"
 #: The files from which an interrupted run goes on; see :mod:`infinity.shards.journal`.

@@ -1,10 +1,11 @@
 """Preallocated files, one per directory, that hand out extents striped over all of them."""
 
+import contextlib
 import errno
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from infinity.core.errors import (
     ChangedFileError,
     DirectoryError,
     DiskError,
-    disk_errors,
+    InfinityError,
 )
 from infinity.core.files import create_file, is_named, open_found
 from infinity.core.nbytes import BLOCK_NBYTES, Extent, Piece, aligned
@@ -173,6 +174,19 @@ def open_own(path: Path, space: Space | None = None) -> VolumeFile:
         return VolumeFile(path, fd, direct, nbytes, Space(nbytes, nbytes), sealed=True)
     space.extend(nbytes // BLOCK_NBYTES * BLOCK_NBYTES)
     return VolumeFile(path, fd, direct, nbytes, space)
+
+
+@contextlib.contextmanager
+def disk_errors(
+    action: str, path: Path | str, kind: type[DiskError] = DiskError, /, **where: int
+) -> Iterator[None]:
+    """Raise errors of the file system inside, but for those of this package, as a DiskError or ``kind``."""
+    try:
+        yield
+    except InfinityError:
+        raise
+    except OSError as error:
+        raise kind(error.errno or errno.EIO, action, path, **where) from error
 
 
 def open_direct(path: Path, open_file: Callable[[Path, int], int], how: str) -> tuple[int, bool]:

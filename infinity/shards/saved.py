@@ -27,12 +27,11 @@ from infinity.core.errors import (
     DiskError,
     LockedError,
     StateError,
-    disk_errors,
 )
 from infinity.core.files import create_file, is_locked, open_found, sync
 from infinity.core.nbytes import Piece
 from infinity.nvme.run_directory import RunDirectory, finished_path
-from infinity.nvme.volume import Space, open_direct, read_piece
+from infinity.nvme.volume import Space, disk_errors, open_direct, read_piece
 from infinity.optim.rules import find_rule
 from infinity.shards.journal import (
     CommitRecord,
