@@ -287,19 +287,19 @@ ROOM_BUDGETS = {
     "app": 2812,
     "checkpoint": 4129,
     "comm": 1960,
-    "core": 2304,
+    "core": 2291,
     "data": 2722,
     "device": 1317,
     "engine": 5379,
     "integrations": 785,
-    "nvme": 1198,
+    "nvme": 1213,
     "observe": 986,
     "optim": 2930,
     "partition": 2970,
     "planner": 2646,
     "predict": 5329,
     "recipes": 1623,
-    "shards": 5176,
+    "shards": 5175,
 }
 
 
