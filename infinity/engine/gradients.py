@@ -337,8 +337,8 @@ class GradientPath:
             lease.tensor.view(grad.dtype).copy_(grad, non_blocking=True)
             lease.record_use()
             total.lease.release()
-            with on_stream(self._norms):
-                squares = norm.item() ** 2
+            # On this stream: that of the norms has those of later gradients, too, which it would wait for.
+            squares = 0.0 if lags else norm.item() ** 2  # else ``step()`` reads it
             self.updates.take(pending, lease.tensor.view(grad.dtype), squares, lease, weights())
 
         order = 1 + self.updates.order.first_use(unit.index) if lags else 0
