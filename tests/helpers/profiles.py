@@ -258,7 +258,7 @@ def smallest_budget(profile: Profile, channels: Hardware) -> int:
 def plan_of_whole_blocks(profile: Profile, channels: Hardware, capacity_nbytes: int) -> ActivationPlan:
     """The plan whose recomputed blocks run all of their operators again."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search, "_levels", lambda index, order: ())
+        patch.setattr(search, "kept_levels", lambda index, order: ())
         return search.plan(profile, channels, capacity_nbytes)
 
 
