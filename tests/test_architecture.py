@@ -299,7 +299,7 @@ ROOM_BUDGETS = {
     "planner": 2646,
     "predict": 5329,
     "recipes": 1623,
-    "shards": 5175,
+    "shards": 5177,
 }
 
 

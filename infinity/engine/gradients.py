@@ -338,7 +338,7 @@ class GradientPath:
             lease.record_use()
             total.lease.release()
             # On this stream: that of the norms has those of later gradients, too, which it would wait for.
-            squares = 0.0 if lags else norm.item() ** 2  # else ``step()`` reads it
+            squares = None if lags else norm.item() ** 2  # None: ``step()`` reads it
             self.updates.take(pending, lease.tensor.view(grad.dtype), squares, lease, weights())
 
         order = 1 + self.updates.order.first_use(unit.index) if lags else 0

@@ -217,11 +217,13 @@ class Updates:
         return pending
 
     def take(
-        self, pending: PendingUpdate, grad: Tensor, squares: float, lease: Lease, weights: Weights
+        self, pending: PendingUpdate, grad: Tensor, squares: float | None, lease: Lease, weights: Weights
     ) -> None:
+        """Take in what has come; ``squares`` None: ``step`` reads them, maybe at this moment."""
         pending.grad, pending.lease, pending.weights = grad, lease, weights
-        pending.sum_of_squares = squares
-        self._on(pending, partial(pending.update.complete, finite=math.isfinite(squares)))
+        if squares is not None:
+            pending.sum_of_squares = squares
+        self._on(pending, partial(pending.update.complete, finite=squares is None or math.isfinite(squares)))
 
     def _on(self, pending: PendingUpdate, event: Callable[[], tuple[Do, ...]]) -> None:
         """Tell an update what has happened, and carry out the actions that follow; any thread."""

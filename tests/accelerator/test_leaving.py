@@ -13,6 +13,7 @@ from torch import nn
 
 from infinity.core.nbytes import Transfer
 from infinity.engine.accumulation import OffloadThread
+from infinity.engine.gradients import GradientPath
 from infinity.engine.runtime import runtime_of
 from tests.accelerator.test_on_device import begin, make, run, same, state, steps
 
@@ -138,3 +139,38 @@ def failed() -> tuple[str, str]:
 
 def test_the_error_of_a_gradient_that_leaves_late_is_raised_by_the_next_use():
     assert run(failed) == ("", "no memory for a gradient")
+
+
+def clipped() -> tuple[list[float], list[float]]:
+    """Norms where gradients leave at their pace, and where they leave while ``step()`` adds up."""
+    begin()
+    found: list[list[float]] = []
+    read_norms = GradientPath.read_norms
+    for slow in (False, True):
+        model, optimizer = make(PLACE, clip=0.1)
+        norms = list[float]()
+        for number in range(2):
+            with held_back(model) as gate:
+
+                def between(self: GradientPath, gate: threading.Event = gate) -> None:
+                    read_norms(self)
+                    gate.set()
+                    for pending in self.updates.ready.values():
+                        assert pending.arrived is not None
+                        pending.arrived.wait()
+
+                GradientPath.read_norms = between if slow else read_norms  # type: ignore[method-assign]
+                if not slow:
+                    gate.set()
+                steps(model, optimizer, range(number, number + 1))
+            norms.append(optimizer.grad_norm or 0.0)
+        GradientPath.read_norms = read_norms  # type: ignore[method-assign]
+        found.append(norms)
+        optimizer.close()
+    return found[0], found[1]
+
+
+def test_gradients_that_leave_while_step_adds_up_their_norms_are_counted():
+    at_their_pace, meanwhile = run(clipped)
+    assert meanwhile == at_their_pace
+    assert min(at_their_pace) > 0
