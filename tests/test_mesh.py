@@ -378,6 +378,8 @@ def refuse(folder: str) -> None:
             infinity.Init(recipe("fp32", [*base, *more, override]), mesh=mesh)
     with pytest.raises(LaunchError, match="a dimension 'dp'"):
         infinity.Init(recipe("fp32", base), mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
+    with pytest.raises(LaunchError, match="no DeviceMesh: wanted all 2 ranks"):
+        infinity.Init(recipe("fp32", base), mesh=(1, 2))
     for width, over, match in (
         (33, mesh["tp"], "divides evenly"),
         (32, mesh["dp"], "give parallelize_module"),

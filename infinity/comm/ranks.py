@@ -281,10 +281,11 @@ SHARDING = "dp"
 
 def _rows_of(mesh: Any) -> list[list[int]]:
     """Return the ranks of each line of a ``DeviceMesh`` along ``dp``, or raise a LaunchError."""
-    names, everyone = mesh.mesh_dim_names or (), [*range(dist.get_world_size())]
+    names, everyone = getattr(mesh, "mesh_dim_names", None) or (), [*range(dist.get_world_size())]
     if SHARDING not in names or mesh.mesh.flatten().tolist() != everyone:
+        ranks = mesh.mesh.tolist() if hasattr(mesh, "mesh") else f"{mesh!r}, which is no DeviceMesh"
         raise LaunchError(
-            f"mesh of dimensions {names} with ranks {mesh.mesh.tolist()}: wanted all {len(everyone)} ranks "
+            f"mesh of dimensions {names} with ranks {ranks}: wanted all {len(everyone)} ranks "
             f"in order, and a dimension {SHARDING!r} along which batches differ and weights are sharded, "
             "such as init_device_mesh('cpu', (1, 2), mesh_dim_names=('dp', 'tp'))"
         )
