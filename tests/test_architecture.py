@@ -286,7 +286,7 @@ ROOM_BUDGETS = {
     "api": 4293,
     "app": 2812,
     "checkpoint": 4129,
-    "comm": 1960,
+    "comm": 1961,
     "core": 2291,
     "data": 2722,
     "device": 1317,
