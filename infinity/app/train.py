@@ -87,7 +87,7 @@ def train(recipe: Recipe) -> metrics.Summary | None:
             runs.write_recipe(with_values(recipe, {"train.dtype": runtime.config.dtype}), folder)
             for note in _notes_on(run, loop):
                 views.log(note)
-            after = -1 if run.before is None else loop.step
+            after = loop.step or -1  # perhaps only some ranks had recorded the first step
             _open_files(recipe, model, folder, views, after)
             for line in metrics.read_metrics(folder / runs.METRICS, after):
                 totals.take(line)
@@ -338,7 +338,10 @@ def _notes_on(run: runs.Run, loop: "Loop") -> Iterator[str]:
     if run.lost:
         yield f"the run was interrupted in step {run.lost + 1}, before one was recorded: it begins anew"
     if before is not None:
-        yield f"goes on after step {loop.step}, where the run was interrupted"
+        yield (
+            f"goes on after step {loop.step}, where the run was interrupted" if loop.step
+            else "the run was interrupted before all ranks had recorded a step: it begins anew"
+        )  # fmt: skip
         if before.steps != recipe.steps and recipe.optim.schedule != "constant":
             yield (
                 f"train.steps was {before.steps}, is {recipe.steps}: from here on the learning "

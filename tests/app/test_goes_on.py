@@ -26,6 +26,7 @@ from infinity.observe.metrics import Summary, View
 from infinity.partition import builder
 from infinity.recipes.loading import load_recipe
 from infinity.recipes.recipe import Recipe
+from infinity.shards.journal import Journal
 from tests.helpers.launch import ROOT, Ended, mark, start_ranks
 from tests.helpers.limits import HANG_S, comes_true, hang
 from tests.helpers.runs import small_units
@@ -465,6 +466,30 @@ def test_a_killed_run_goes_on_bitwise_on_two_ranks(
     assert metrics(tmp_path) == metrics(whole_on_two)
     assert same(model(tmp_path / "runs/one/model"), model(whole_on_two / "runs/one/model"))
     assert list((tmp_path / "nvme").iterdir()) == []
+
+
+def only_rank_0_commits(folder: str) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        if os.environ["RANK"] == "1":
+            patch.setattr(Journal, "add", lambda *_: None)
+        return command(folder, 2)
+
+
+def test_a_run_whose_first_step_only_some_ranks_had_recorded_begins_anew(
+    tmp_path: Path, whole_on_two: Path
+) -> None:
+    (tmp_path / "recipe.yaml").touch()
+    given = recipe(tmp_path)  # writes the data
+    with start_ranks(only_rank_0_commits, 2, str(tmp_path), group=False) as ranks:
+        ranks.reached("there", 1)
+        assert comes_true(lambda: committed_step(given, "one") == 1)
+        for rank in range(2):
+            ranks.kill(rank)
+        ranks.wait()
+    ends = run(tmp_path, 2)
+    assert [end.result for end in ends] == [0, 0], ends
+    assert "before all ranks had recorded a step: it begins anew" in ends[0].traceback
+    assert metrics(tmp_path) == metrics(whole_on_two)  # with one evaluation before the first step
 
 
 @pytest.mark.slow
