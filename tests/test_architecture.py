@@ -284,7 +284,7 @@ ROOM_BUDGETS = {
     "": 618,
     "activations": 3213,
     "api": 4293,
-    "app": 2812,
+    "app": 2815,
     "checkpoint": 4129,
     "comm": 1961,
     "core": 2291,
