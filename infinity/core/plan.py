@@ -225,7 +225,7 @@ class Hardware:
     compute_s_per_byte: float = 0.0
     #: Delay of compute per second in which a core encodes or decodes beside it.
     coding_delay: float = 0.0
-    compute_s_per_move: float = 0.0  # delay of compute for each store or load that it starts, and reads
+    compute_s_per_move: float = 0.0  # delay of compute for each store or load
 
 
 @dataclass(frozen=True, slots=True)

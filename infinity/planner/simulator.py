@@ -21,8 +21,8 @@ the fullest position counts, with what was away before. With a timeline it stops
 Between two events every rate is constant. A channel moves one transfer after the other in the order of
 submission. A transfer's first byte moves ``latency_s`` after it was submitted, even if it waited for others
 meanwhile: the cache has several of them on their way. Compute beside transfers loses ``compute_s_per_byte``
-for each of their bytes, but never stands still: the operating system gives it a share of the cores. It also
-stands still for ``compute_s_per_move`` where it starts a store or a load.
+for each of their bytes, but keeps a part of its speed: the operating system gives it a share of the cores.
+Where it starts a store or a load, it also loses ``compute_s_per_move``.
 
 [Note: reads beside writes]
 When an NVMe drive reads and writes at once, both together move ``mixed_bytes_per_s``, half each as far as
