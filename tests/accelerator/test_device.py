@@ -1,6 +1,7 @@
 """What :mod:`infinity.device.accelerator` promises, on the simulated device; and an update beside a step."""
 
 import os
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tests.accelerator.device import host_unregister, simulator
 from tests.accelerator.process import needs_simulator, simulated
 from tests.helpers import models, training
 from tests.helpers.launch import run_ranks
+from tests.helpers.limits import HANG_S
 from tests.partition.test_mover import ShardsOnDisk, make_mover, make_unit
 
 
@@ -188,7 +190,9 @@ def break_an_update(folder: str) -> tuple[str, str]:
         if step == 1:
             threads = runtime_of(model).executor().updates.rules.threads
             assert threads is not None
-            threads.submit(int).result()  # after all updates
+            ended = threading.Event()
+            threads.submit(ended.set, sys.maxsize)  # after all updates
+            assert ended.wait(HANG_S)
             found.extend(map(repr, told))
 
     with pytest.raises(ArithmeticError) as raised:

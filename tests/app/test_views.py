@@ -128,8 +128,8 @@ def test_a_run_saves_its_plan_and_the_measured_cost(
     recipe = infinity.load_recipe(
         overrides=[
             f"run.dir={tmp_path}", "run.name=mine", f"memory.nvme=[{tmp_path}/nvme]", "memory.host=64MiB",
-            "memory.activations=plan", "model.n_layers=2", "model.d_model=64", "model.n_heads=2",
-            "model.seq_len=64", f"train.steps={METERED + 2}", "train.batch_size=8", "train.eval_every=null",
+            "memory.activations=plan", "model.n_layers=2", "model.d_model=128", "model.n_heads=2",
+            "model.seq_len=256", f"train.steps={METERED + 2}", "train.batch_size=8", "train.eval_every=null",
             "train.dtype=fp32", f"data.files=[{__file__}]", "data.eval_fraction=0",
         ]
     )  # fmt: skip
