@@ -19,7 +19,6 @@ EXEMPT = {
     "comm/nodes.py Nodes._fetch_across: kept.lease.record_use (1)": (
         "only of slices that are given up for room before their unit is reduced, on the same stream"
     ),
-    "device/accelerator.py least_s": "only times are read there",
     "device/memory.py HostBuffer.unlock": "copies have ended before a pool closes; test_pool.py shows it",
     "device/memory.py _unlock_pages": "only of a model that was dropped; test_device.py shows it",
     "device/memory.py Lease.idle": "only which gradient leaves first; test_leaving.py shows it",
