@@ -296,7 +296,7 @@ ROOM_BUDGETS = {
     "observe": 986,
     "optim": 2930,
     "partition": 2970,
-    "planner": 2646,
+    "planner": 2664,
     "predict": 5329,
     "recipes": 1623,
     "shards": 5177,

@@ -80,6 +80,7 @@ class InactivePeriod:
     begin: int  # the first position at which its memory is free if the store takes no time
     end: int  # the first position of backward that needs it
     released_at: int  # the last one
+    gone_at: int  # the first position without it: what still refers to it is a recomputed block's graph
     is_freed: bool  # storing it frees memory: the step allocated it, and no other code holds it
     can_leave: bool  # and a plan can name it
     is_named: bool  # its key is known before the step runs; see [Note: keys of recomputed blocks]
@@ -151,7 +152,8 @@ def least_memory(
             change[period.begin] += beside - period.nbytes
             start = max(period.begin, loads.get(index, period.end))
             change[start] += period.nbytes + lifetimes.padding_nbytes
-            change[period.released_at + 1] -= lifetimes.padding_nbytes + beside
+            change[period.released_at + 1] -= lifetimes.padding_nbytes + period.nbytes
+            change[period.gone_at] += period.nbytes - beside
     return lifetimes.memory + np.cumsum(change[:-1])
 
 
@@ -302,9 +304,9 @@ class _Packing:
         resident, storages = self._index.memory.copy(), self._storages
         for slot, block in self.dropped:
             _, _, needed_by = self.packed.get(slot.storage, (None, None, ()))  # as inputs of others
-            firsts = (of.backward[0] for of, _ in needed_by)
+            ends = (of.backward[1] for of, _ in needed_by)
             # Until forward returns, variables may hold it.
-            gone = max(self._index.last_use.get(slot.storage, 0), block.forward[1] - 1, *firsts) + 1
+            gone = max(self._index.last_use.get(slot.storage, 0) + 1, block.forward[1], *ends)
             if storages[slot.storage].kind in MADE and gone < block.backward[0]:
                 resident[gone : block.backward[0]] -= slot.nbytes
         for slot, block in self.twice:
@@ -312,9 +314,9 @@ class _Packing:
                 resident[slice(*block.backward)] += slot.nbytes
         for name, (slot, _, needed_by) in self.packed.items():
             if storages[slot.storage].kind in MADE and needed_by:
-                # A copy goes while the block runs again, see :meth:`memory_again`.
+                # The block's graph refers to its inputs. A copy goes while it runs again: `memory_again`.
                 begin = storages[name].dies + 1 if name >= 0 else slot.packed_at
-                until = max(of.backward[0] + (name >= 0) for of, _ in needed_by)
+                until = max(of.backward[name >= 0] for of, _ in needed_by)
                 resident[begin:until] += slot.nbytes
         return resident
 
@@ -344,13 +346,16 @@ class _Packing:
             needed = min([int(position[slot.unpacked_at]), *asked])
             is_freed = not slot.held and use.kind in MADE and int(position[packed_at]) < needed
             can_leave = is_freed and is_named and slot.nbytes > 0 and packed_at < self._index.forward_end
+            released_at = max([int(position[slot.released_at]), *asked])
+            ends = [int(position[of.backward[1] - 1]) for of, _ in needed_by if storage >= 0]
             yield InactivePeriod(
                 key=slot.key,
                 nbytes=slot.nbytes,
                 packed_at=int(position[packed_at]),
                 begin=int(position[free_at]) if free_at < len(position) else needed,
                 end=needed,
-                released_at=max([int(position[slot.released_at]), *asked]),
+                released_at=released_at,
+                gone_at=max([released_at, *ends]) + 1,
                 is_freed=is_freed,
                 can_leave=can_leave,
                 is_named=is_named,

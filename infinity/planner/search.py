@@ -176,8 +176,8 @@ def places_within(
                 place = Place.CODED
             if place is not None:
                 chosen[index] = place
-                begin, end, released = gaps[number]
-                over[begin:end] += period.kept(place) - period.kept(before)
+                begin, end, released, gone = gaps[number]
+                over[np.r_[begin:end, released:gone]] += period.kept(place) - period.kept(before)
                 over[end:released] += period.beside(place) - period.beside(before) + lifetimes.padding_nbytes
                 helped[begin:end] -= 1
                 begins[number] = ends[number] = 0  # it is gone
@@ -196,7 +196,8 @@ def _over(
 
     From one of these to the next positions have one fate: the fullest counts for all of them.
     """
-    ends = np.array([(p.begin, p.end, p.released_at + 1) for p in periods], dtype=np.int64).reshape(-1, 3)
+    moments = [(p.begin, p.end, p.released_at + 1, p.gone_at) for p in periods]
+    ends = np.array(moments, dtype=np.int64).reshape(-1, 4)
     memory, stretches = least_memory(lifetimes, places), np.union1d([0], ends)
     if not len(ends):
         return memory[:0], ends

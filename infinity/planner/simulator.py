@@ -288,9 +288,18 @@ class _Slots:
             slot.state in self._unreadable or (slot.rounds and slot.state is SlotState.STORING)
         )
 
-    def release(self, index: int) -> None:
-        """Give back the slot's host memory or code, now or when its store ends; backward is done with it."""
+    def drop(self, index: int) -> None:
+        """Let the slot go that has been loaded, or stored: backward reads it no more, but refers to it."""
         slot = self.all[index]
+        if slot.state is SlotState.RESIDENT and slot.place is not Place.KEEP and slot.period.is_freed:
+            self._leave(slot)
+
+    def release(self, index: int) -> None:
+        """Give back the slot's host memory or code, now or when its store ends; its graph is gone."""
+        slot = self.all[index]
+        if slot.is_away:
+            slot.is_away = False
+            self.away_nbytes -= slot.period.nbytes
         if slot.state is SlotState.STORING:
             slot.is_released = True
         else:
@@ -431,9 +440,11 @@ class Simulator:
         for index, slot in packed:
             found[slot.period.begin].append(partial(slots.end_forward_use, index))
         for index, slot in packed:
-            if slot.place in (Place.HOST, Place.CODED):
-                at = max(slot.period.packed_at, slot.period.released_at) + 1
-                found[at].append(partial(slots.release, index))
+            released, gone = slot.period.released_at + 1, slot.period.gone_at
+            if released < gone:
+                found[released].append(partial(slots.drop, index))
+            if released < gone or slot.place in (Place.HOST, Place.CODED):
+                found[max(slot.period.packed_at + 1, gone)].append(partial(slots.release, index))
         for wait in waits:
             period, last = lifetimes.periods[lifetimes.index[wait.at]], lifetimes.index[wait.slot]
             at = period.end if wait.backward else period.packed_at + 1

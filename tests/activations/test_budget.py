@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import infinity
-from infinity.activations import tensor_cache
+from infinity.activations import controller, tensor_cache
 from infinity.activations.controller import METERED, PROFILED
 from infinity.activations.profiler import Profiler
 from infinity.activations.store import open_stores
@@ -17,6 +17,7 @@ from infinity.activations.tensor_cache import StoreQueue
 from infinity.core.nbytes import Transfer
 from infinity.core.plan import Hardware
 from infinity.engine import runtime as runtime_module
+from infinity.planner.search import plan as make_plan
 from infinity.recipes.models import GPT, GPTConfig
 from tests.helpers.cases import few
 from tests.helpers.launch import run_ranks
@@ -85,13 +86,22 @@ def measured(_small_slots, tmp_path_factory):
     return planning.kept.peak_nbytes, smallest_budget(planning.profile, planning.hardware), division.least
 
 
-def test_a_budget_that_cannot_keep_everything_is_kept_and_changes_no_bit(tmp_path, measured):
+# 1: no move is worth a second of a CPU, so everything that does not fit is recomputed
+@pytest.mark.parametrize("per_move_s", [0.0, 1.0])
+def test_a_budget_that_cannot_keep_everything_is_kept_and_changes_no_bit(
+    tmp_path, measured, monkeypatch, per_move_s
+):
+    def plan(profile, hardware, capacity_nbytes):
+        return make_plan(profile, replace(hardware, compute_s_per_move=per_move_s), capacity_nbytes)
+
+    monkeypatch.setattr(controller, "make_plan", plan)
     kept, least, units = measured
     assert least < kept
     activations_nbytes = (kept + least) // 2
     overrides = streaming(tmp_path, f"memory.device={units + activations_nbytes}", "memory.activations=plan")
     trained = Trained()
     activations, division = steps(overrides, trained=trained)
+    assert bool(activations.planning.plan.places) is not bool(per_move_s)
     assert activations.planning.predicted.peak_nbytes <= activations_nbytes
     assert activations.metered_nbytes <= activations_nbytes
     assert division.total + activations.metered_nbytes <= units + activations_nbytes
