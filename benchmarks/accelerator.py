@@ -56,6 +56,12 @@ SHAPES = (
 )
 
 
+def settle(runtime: Any) -> None:
+    """Wait until nothing of a step is under way: updates, and the uploads that follow them."""
+    runtime.synchronize()
+    runtime.executor().mover.staging.wait_for_uploads()
+
+
 def train(shape: Shape, seconds: float, folder: str) -> dict[str, Any]:
     """Train on the simulated accelerator; ``seconds`` of the longest resource, 0: nothing lasts."""
     import torch
@@ -99,6 +105,8 @@ def train(shape: Shape, seconds: float, folder: str) -> dict[str, Any]:
                 for name, share in rates.items()
                 if share and done.get(name)
             }
+        if step == WARM - 1:  # of this step is counted all that it does, and nothing else
+            settle(optimizer.runtime)
         if not times:
             paced.clear()
         began_s = time.perf_counter()
@@ -107,7 +115,7 @@ def train(shape: Shape, seconds: float, folder: str) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         if step == WARM - 1:
-            optimizer.runtime.synchronize()  # what lags belongs to this step
+            settle(optimizer.runtime)
             done = dict(paced.done)
         if step > WARM:
             times.append(time.perf_counter() - began_s)

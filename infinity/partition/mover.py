@@ -23,10 +23,12 @@ until the unit's weights change. That and the order of gathers are the same on a
 
 [Note: staging]
 A shard larger than a piece of staging is read in pieces: while one is uploaded, the next is read into a
-second buffer if there is room. Shards are uploaded in the order in which they were asked for. One that found
-no buffer gets one at its turn; until then no later shard takes one, which would come back only after it.
+second buffer if there is room. Shards are uploaded in the order in which they were asked for, but one in host
+memory not before its update has ended: others go first. One that found no buffer gets one at its turn; until
+then no later shard takes one, which would come back only after it.
 """
 
+import itertools
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -46,7 +48,7 @@ from infinity.core.errors import StateError
 from infinity.core.lifecycle import Tier, UnitState
 from infinity.core.nbytes import Transfer, rounded, stream
 from infinity.device.accelerator import new_stream, on_stream, record, use_own_stream, wait_on_host
-from infinity.device.machine import background_threads
+from infinity.device.machine import OrderedThreads, background_threads
 from infinity.device.memory import CountingPool, HostBuffer, Lease, Pool
 from infinity.partition.unit import StoredForm, Unit, UnitIndex
 
@@ -81,7 +83,8 @@ class Staging:
     def __init__(self, pool: Pool, piece_nbytes: int, device: torch.device = _CPU) -> None:
         self.pool, self.piece_nbytes, self.device = pool, piece_nbytes, device
         #: The thread that waits for the disk and for updates, and copies to the device.
-        self.uploads = ThreadPoolExecutor(1, "infinity-upload", use_own_stream, (device,))
+        self.uploads = OrderedThreads(1, "infinity-upload", use_own_stream, device)
+        self._numbers = itertools.count()
         self.leaving = new_stream(device)  # of copies to host memory, after compute and beside it
         self.within = new_stream(device)  # of copies inside the device's memory
         self._without = 0  # shards on their way that have no buffer
@@ -89,7 +92,14 @@ class Staging:
 
     def wait_for_uploads(self) -> None:
         """Block until the copies to the device that were asked for have read host memory."""
-        self.uploads.submit(lambda: wait_on_host(record(self.device))).result()
+        self.upload(lambda: wait_on_host(record(self.device)))()
+
+    def upload(self, call: Callable[[], object], after: Transfer | None = None) -> Callable[[], None]:
+        """Let the thread make ``call`` at its turn, but not before ``after``; return what waits for it."""
+        given, order = Transfer(), next(self._numbers)
+        submit = partial(self.uploads.submit, partial(given.run, call), order)
+        submit() if after is None else after.then(submit)
+        return given.wait
 
     def bring(
         self, nbytes: int, who: str, fetch: Callable[[memoryview, int], Transfer], upload: Upload
@@ -305,7 +315,9 @@ class UnitMover:
                 given.run(ready)
             ready = given.wait
         elif self.staging is not None:
-            ready = self.staging.uploads.submit(ready).result
+            updating, whole = unit.home.updating, _whole(unit.home.lease)
+            holds = updating is not None and updating.update.holds_fetches and whole is None
+            ready = self.staging.upload(ready, updating if holds and unit.home.tier is Tier.HOST else None)
         if self.collectives is None or _whole(unit.home.lease) is not None:
             return ready
 
@@ -504,6 +516,6 @@ class UnitMover:
     def close(self) -> None:
         self._decoding.shutdown()
         if self.staging is not None:
-            self.staging.uploads.shutdown()
+            self.staging.uploads.close()
         if self.kept is not None:
             self.kept.close()

@@ -395,7 +395,7 @@ def take_from_device(executor: Any) -> None:
     budget, on_device, prefetcher = executor.budget, executor.tiers.on_device, executor.prefetcher
     gate, leave, forget = threading.Event(), on_device.leave, prefetcher.forget
     prefetcher.forget()
-    executor.mover.staging.uploads.submit(gate.wait)
+    executor.mover.staging.upload(gate.wait)
     prefetcher.begin_inference(visit=True)
     unit = executor.units[0].index
     prefetcher.residents.add(unit, prefetcher.nbytes[unit])

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.core.errors import DiskError
-from infinity.core.nbytes import BLOCK_NBYTES, Extent, Piece
+from infinity.core.nbytes import BLOCK_NBYTES, Extent, Piece, Transfer
 from infinity.partition.mover import Staging
 from tests.helpers.cases import examples
 from tests.helpers.fakes import FakeEngine, FakePool
@@ -109,3 +109,17 @@ def test_a_failed_upload_waits_for_the_read_beside_it():
     assert engine.in_flight == 0
     assert pool.leased_nbytes == 0
     engine.close()
+
+
+def test_an_upload_that_waits_for_its_update_lets_others_go_first_and_has_its_turn_among_them():
+    staging, updated, gate, went = Staging(FakePool(B), B), Transfer(), threading.Event(), list[int]()
+    first = staging.upload(lambda: went.append(0), updated)
+    staging.upload(lambda: went.append(1))()
+    held = staging.upload(gate.wait)
+    last = staging.upload(lambda: went.append(2))
+    updated.finish()
+    gate.set()
+    for wait in (held, first, last):
+        wait()
+    staging.uploads.close()
+    assert went == [1, 0, 2]
