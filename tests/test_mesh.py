@@ -147,9 +147,10 @@ class Plain:
         apply(self.model, mesh["tp"])
         self.masters = {n: local_of(p).float().clone() for n, p in self.model.named_parameters()}
         for name, p in [*self.model.named_parameters()]:  # buffers stay in fp32
-            owner, own = self.model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
-            owner._parameters[own] = nn.Parameter(p.detach().to(self.dtype))
-            local_of(owner._parameters[own]).copy_(compute_weight(self.masters[name], self.dtype))
+            new = nn.Parameter(p.detach().to(self.dtype))
+            local_of(new).copy_(compute_weight(self.masters[name], self.dtype))
+            for owner in self.model.modules():  # several, if it is tied
+                owner._parameters.update({own: new for own, each in owner._parameters.items() if each is p})
         self.params = dict(self.model.named_parameters())
         self.m, self.v = ({n: torch.zeros_like(w) for n, w in self.masters.items()} for _ in range(2))
 
@@ -407,6 +408,62 @@ def refuse(folder: str) -> None:
 
 def test_what_does_not_go_together_with_a_mesh_is_an_error_that_says_what_does(tmp_path):
     run_ranks(refuse, 2, str(tmp_path / "export"))
+
+
+def find_traps() -> None:
+    """What would train wrongly in silence is an error, and a whole state loads into a divided model."""
+    mesh, base = mesh_of(1, 2), ["memory.host=64MiB"]
+    rank, (factory, batch) = torch.distributed.get_rank(), models.build("llama", seed=1)
+    with small_units(), infinity.Init(recipe("bf16", base), mesh=mesh):
+        model = factory()
+        divide(model, mesh["tp"])
+    optimizer = optimizer_for(model, Rule())
+    for step in range(3):
+        model(**batch(step)).loss.backward()
+        optimizer.step()
+    model(**batch(3 + rank)).loss.backward()
+    with pytest.raises(StateError, match=r"ranks along tp have other gradients.*other batches"):
+        optimizer.step()
+    optimizer.zero_grad()
+    model(**batch(3)).loss.backward()
+    optimizer.step()
+    torch.manual_seed(9)
+    whole = {k: torch.randn_like(v) for k, v in factory().state_dict().items()}
+    model.load_state_dict(whole)
+    check_parts(model, whole, rank)
+    infinity.close(model)
+    with small_units(), infinity.Init(recipe("bf16", base), mesh=mesh):
+        model = factory()
+        divide(model, mesh["tp"])
+        model.load_state_dict(whole)
+    check_parts(model, whole, rank)
+    infinity.close(model)
+    with (  # noqa: PT012
+        pytest.raises(StateError, match=r"^model\.layers\.1\.mlp\.down_proj\.weight was initialized after"),
+        small_units(), infinity.Init(recipe("bf16", base), mesh=mesh),
+    ):  # fmt: skip
+        model = factory()
+        divide(model, mesh["tp"])
+        torch.manual_seed(4)
+        model.model.layers[1].mlp.down_proj.reset_parameters()
+    with (
+        pytest.raises(StateError, match=r"^0\.weight is a DTensor over"),
+        infinity.Init(recipe("fp32", base), mesh=mesh),
+    ):
+        divide_columns(nn.Sequential(nn.Linear(16, 32)), mesh["dp"])
+
+
+def check_parts(model: nn.Module, whole: dict[str, Tensor], rank: int) -> None:
+    with infinity.gathered(model):
+        for name, param in model.named_parameters():
+            cut = [dim for dim, size in enumerate(param.shape) if size != whole[name].shape[dim]]
+            part = whole[name].chunk(2, cut[0])[rank] if cut else whole[name]
+            rounded = part.to(param.dtype), compute_weight(part, param.dtype)  # as torch does, and as we do
+            assert any(torch.equal(param, each) for each in rounded), name
+
+
+def test_what_would_train_wrongly_in_silence_in_a_mesh_is_an_error():
+    run_ranks(find_traps, 2)
 
 
 def write_in_mesh() -> None:

@@ -33,6 +33,7 @@ from infinity.engine.runtime import Runtime, open_runtimes, runtime_of, runtimes
 from infinity.engine.schedule import LayerSchedule, Loss
 from infinity.engine.stages import StagedSchedule
 from infinity.nvme.volume import open_sealed
+from infinity.partition.divided import parallelize
 from infinity.shards.base import BaseHome, FrozenBase
 from infinity.shards.journal import unpack
 
@@ -122,6 +123,8 @@ class Init:
         SettingError: A setting does not go together with a mesh; says which does.
     """
 
+    divide: Callable[[nn.Module], None] | None = None  # divides a model that has no values yet
+
     def __init__(
         self, recipe: Any = None, *, device: str | torch.device | None = None, mesh: Any = None
     ) -> None:
@@ -163,7 +166,6 @@ _ELSEWHERE = {
         "device_map max_memory offload_folder offload_state_dict": (
             "the recipe's budgets place the weights: memory.device, memory.host and memory.nvme"
         ),
-        "tp_plan": "start the script with torchrun: ranks share every weight",
         "load_in_8bit load_in_4bit quantization_config": (
             "training needs weights in bf16, fp16 or fp32, and decodes a quantized checkpoint by itself; a "
             "base that stays as it is takes 2 bytes per parameter on memory.nvme: frozen=True and "
@@ -183,7 +185,7 @@ _ELSEWHERE = {
 def from_pretrained(
     path: str | Path, recipe: Any = None, *, auto_class: Any = None,
     new: Sequence[str] = (), ignore: Sequence[str] = (), frozen: bool = False, stored_as: str | None = None,
-    on_progress: OnProgress | None = None, **config_overrides: Any,
+    mesh: Any = None, tp_plan: Any = None, on_progress: OnProgress | None = None, **config_overrides: Any,
 ) -> Any:  # fmt: skip
     """Load the model of a Hugging Face directory, its weights streamed from the files into this rank's tiers.
 
@@ -208,6 +210,9 @@ def from_pretrained(
         stored_as: With ``frozen``, the form in which linear layers are kept: fp8, int8, mxfp4, nvfp4 or nf4
             (:func:`infinity.quantize`). They are encoded once, into a directory in ``memory.nvme`` that later
             runs find; a line says how far they are from the checkpoint's.
+        mesh: As in :class:`Init`.
+        tp_plan: How the model is divided over the mesh: ``"auto"``, as transformers would; a style for each
+            module; or a function of model and mesh that calls ``parallelize_module``. None: not at all.
         on_progress: Called with "quantizing" or "loading", the bytes that this rank has done, and all.
         config_overrides: Replace values of ``config.json``: ``attn_implementation="eager"``.
 
@@ -222,8 +227,11 @@ def from_pretrained(
             raise CheckpointError(f"infinity.from_pretrained has no {name}: {_ELSEWHERE[name]}")
     if stored_as is not None and not frozen:
         raise CheckpointError(f"stored_as={stored_as} is for a base that is not trained: add frozen=True")
+    if tp_plan is not None and mesh is None:
+        raise CheckpointError("tp_plan divides a model over a mesh: add mesh=init_device_mesh(...)")
     values = partial(CheckpointValues, new=new, ignore=ignore, on_progress=on_progress)
-    init, given = Init(recipe), user_path(path, "path")
+    init, given = Init(recipe, mesh=mesh), user_path(path, "path")
+    init.divide = None if tp_plan is None else partial(parallelize, mesh=mesh, plan=tp_plan)
     how = {"auto_class": auto_class, "config_overrides": config_overrides, "on_progress": on_progress}
     source, lines = _source(given, stored_as, init.runtime, **how)
     model = _load(source, init, auto_class, config_overrides, values, frozen, lines).eval()
@@ -332,6 +340,8 @@ def _load(
             runtime.construction.late = values
             model = build_model(config, auto_class, runtime.dtype)
             values.prepare(model)
+            if init.divide is not None:
+                init.divide(model)
             base = _open_base(checkpoint, values, runtime) if frozen else None
             if base is not None:
                 files.pop_all()  # it closes them

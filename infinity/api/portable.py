@@ -38,8 +38,8 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 
 from infinity.api.optimizer import Optimizer
-from infinity.checkpoint.directory import Stored
-from infinity.checkpoint.distcp import METADATA, DistributedCheckpoint, StoredPart, common_prefix
+from infinity.checkpoint.directory import Stored, StoredPart
+from infinity.checkpoint.distcp import METADATA, DistributedCheckpoint, common_prefix
 from infinity.checkpoint.load import named_targets
 from infinity.checkpoint.writer import Publication, RangeWriter, TensorSpec, check_room, reserve, writing
 from infinity.comm.ranks import all_ranks_or_raise, gather

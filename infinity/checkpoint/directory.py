@@ -27,6 +27,7 @@ from torch import Tensor
 from infinity.core.errors import CheckpointError, library_errors
 from infinity.core.files import open_regular, read_file
 from infinity.core.nbytes import Piece
+from infinity.partition.divided import Part
 
 SAFETENSORS = "model.safetensors"
 INDEX = ".index.json"
@@ -340,6 +341,32 @@ class MemoryTensor(Stored):
 
     def fill(self, start: int, out: Tensor, view: View | None = None) -> None:
         out.copy_(self._tensor.reshape(-1)[start : start + len(out)])  # a copy only where it is strided
+
+
+class StoredPart(Stored):
+    """Represents what this rank has of a tensor; where it has a little of each row, rows are read whole."""
+
+    def __init__(self, stored: Stored, part: Part) -> None:
+        self._stored, self._part = stored, part
+        self.shape = torch.Size(part.sizes)
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        return self._stored.dtypes
+
+    def fill(self, start: int, out: Tensor, view: View | None = None) -> None:
+        runs = [*self._part.runs(start, start + len(out))]
+        done, first, held = 0, 0, out[:0]  # of the whole tensor, from element ``first`` on
+        for begin, numel in runs:
+            target = out[done : done + numel]
+            done += numel
+            if numel > _PIECE_NUMEL // 8:
+                self._stored.fill(begin, target)
+                continue
+            if not begin + numel <= first + len(held):
+                first, left = begin, sum(runs[-1]) - begin
+                held = self._stored.read(first, min(_PIECE_NUMEL, left), out.dtype)
+            target.copy_(held[begin - first :][:numel])
 
 
 def misfits(sources: Mapping[str, tuple[str, Stored]]) -> list[str]:

@@ -37,7 +37,6 @@ from infinity.checkpoint.directory import (
 from infinity.core.errors import CheckpointError, library_errors
 from infinity.core.files import read_file
 from infinity.core.nbytes import Box, boxes, flat_offset, overlap
-from infinity.partition.divided import Part
 
 METADATA = ".metadata"
 #: Limits of the metadata and of a value that is no tensor (bytes).
@@ -165,20 +164,6 @@ class ChunkedTensor(Stored):
                     filled += common.numel
         if filled != len(out):
             raise CheckpointError(f"{self.key}: its parts overlap, and leave elements out: it is damaged")
-
-
-class StoredPart(Stored):
-    """Represents what this rank has of a tensor, whose runs are read one by one."""
-
-    def __init__(self, stored: Stored, part: Part) -> None:
-        self._stored, self._part = stored, part
-        self.shape, self.dtype = torch.Size(part.sizes), stored.dtype
-
-    def fill(self, start: int, out: Tensor, view: View | None = None) -> None:
-        done = 0
-        for first, numel in self._part.runs(start, start + len(out)):
-            self._stored.fill(first, out[done : done + numel])
-            done += numel
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,7 @@ from infinity.checkpoint.directory import (
     FileTensor,
     Latest,
     Stored,
+    StoredPart,
     View,
     misfits,
 )
@@ -507,6 +508,7 @@ class CheckpointValues:
 
     def fill(self, units: UnitIndex, masters: Any) -> None:
         """Fill the model in one pass; raises a CheckpointError if a file fails or tied weights differ."""
+        self._divide(units)
         sizes = [self._nbytes(unit) for unit in units]
         for unit, done_nbytes in zip(units, itertools.accumulate(sizes), strict=True):
             masters.put(unit, functools.partial(self.master, unit))
@@ -530,6 +532,19 @@ class CheckpointValues:
         finally:
             for carrier in (*marked, *self._model.modules()):
                 vars(carrier).pop("_is_hf_initialized", None)
+
+    def _divide(self, units: UnitIndex) -> None:
+        """Take what this rank has of parameters that are divided over the ranks of a mesh."""
+        for _, segment in units.segments():
+            part, name = units.parts.get(id(segment.whole)), segment.whole_name
+            given = self._values.get(id(segment.whole))
+            if part is not None and given is None:
+                raise CheckpointError(
+                    f"{name} is divided over ranks, and {self._checkpoint.path} lacks it: each would draw "
+                    "the same values for its part. Leave it out of tp_plan"
+                )
+            if part is not None and given is not None:
+                self._values[id(segment.whole)] = [(each, StoredPart(s, part)) for each, s in given]
 
     def freeze(self, units: UnitIndex) -> None:
         for _, segment in units.segments():
@@ -561,6 +576,8 @@ class CheckpointValues:
             given = self._values.get(id(s.whole), [])
             if not given:
                 return f"{s.whole_name} is not in the checkpoint"
+            if isinstance(given[0][1], StoredPart):
+                return f"{s.whole_name} is divided over ranks"
             if len(given) > 1:
                 return f"the files have {s.whole_name} twice"
             if isinstance(given[0][1], Converted):

@@ -79,13 +79,13 @@ class Ranks:
 
     def sum(self, value: float, where: str) -> float:
         """Return the sum of ``value`` over all ranks, in float64; all must call."""
-        return self.sums(lambda: [value], 1, where)[0]
+        return float(self.each(lambda: [value], 1, where).sum())
 
-    def sums(self, values: Callable[[], Sequence[float]], count: int, where: str) -> list[float]:
-        """Return the sums of all ranks' ``count`` values; see :meth:`Collectives.exchange`."""
+    def each(self, values: Callable[[], Sequence[float]], count: int, where: str) -> torch.Tensor:
+        """Return all ranks' ``count`` values, ``(world_size, count)``; see :meth:`Collectives.exchange`."""
         if self.collectives is None:
-            return [*values()]
-        return [float(each.sum()) for each in self._exchange("sum", values, where, count).T]
+            return torch.tensor([[*values()]], dtype=torch.float64, device="cpu")
+        return self._exchange("sum", values, where, count)
 
     def _exchange(self, *args: Any) -> torch.Tensor:
         assert self.collectives is not None

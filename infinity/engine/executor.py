@@ -383,12 +383,15 @@ class StepExecutor(ActivationBudget):
             for index in sorted(self.updates.ready):  # the same on all ranks
                 pending = self.updates.ready[index]
                 squares.setdefault(hypers.party(pending.used), []).append(pending.sum_of_squares)
-            return [float(synced), *(math.fsum(squares.get(party, ())) for party in hypers.parties)]
+            sums = (math.fsum(squares.get(party, ())) for party in hypers.parties)
+            return [float(synced), self.units.parts.squares, *sums]
 
-        any_synced, *totals = self.tiers.ranks.sums(values, 1 + len(hypers.parties), "the gradient norm")
+        everyone = self.tiers.ranks.each(values, 2 + len(hypers.parties), "the gradient norm")
+        any_synced, _, *totals = (float(each.sum()) for each in everyone.T)
         if not any_synced:
             self._count_step()
             return None
+        self.units.parts.check_alike(everyone[:, 1])
         self.prefetcher.forget(self.prefetcher.staying & path.sums.in_parts.keys())  # updated elsewhere
         return {
             party: math.sqrt(total) / hypers.loss_scale if math.isfinite(total) else total

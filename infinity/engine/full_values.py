@@ -241,7 +241,13 @@ class FullValues:
                 "load_state_dict(assign=True) would replace sharded parameters by whole ones. Load with "
                 "assign=False, which copies into them, unit by unit"
             )
-        if not self.construction.active:
+        building = self.construction.active
+        for name, param in dict.items(module._parameters):
+            part, value = self.units.parts.get(id(param)), state.get(prefix + name)
+            if part is not None and value is not None:  # ``state`` is a copy that torch made
+                state[prefix + name] = part.of_whole(value, join=building)
+                self.units.parts.digests.pop(id(param), None)  # it may be written
+        if not building:
             own = [p for p in module._parameters.values() if p is not None]
             with uninterrupted, contextlib.ExitStack() as stack:
                 stack.enter_context(self.gathered(own, modify=True))

@@ -147,7 +147,10 @@ class GradientPath:
             with on_stream(self._norms):
                 norms = torch.stack([*self._unread.values()]).tolist()
             for index, norm in zip(self._unread, norms, strict=True):
-                self.updates.ready[index].sum_of_squares = norm**2
+                if index < 0:
+                    self.mover.units.parts.squares += norm**2
+                else:
+                    self.updates.ready[index].sum_of_squares = norm**2
             self._unread.clear()
 
     def take_slice(self, index: int, used: bytes, fill: Callable[[Tensor, torch.dtype], None]) -> None:
@@ -180,6 +183,7 @@ class GradientPath:
     def reset(self) -> None:
         self.sums.clear()
         self._unread.clear()
+        self.mover.units.parts.squares = 0.0
         self._reducing = None
 
     def close(self) -> None:
@@ -308,12 +312,17 @@ class GradientPath:
             self._show(unit, total, used)
         if self.host is None:
             grad = total.flat
-            squares = sum(map(sum_of_squares, self._counted(unit, grad)))
+            squares = sum(map(sum_of_squares, self._of(unit, grad, self.mover.units.parts.counts)))
+            alike = self._of(unit, grad, self.mover.units.parts.is_alike)
+            self.mover.units.parts.squares += sum(map(sum_of_squares, alike))
             self.updates.add(unit, grad, squares, total.lease, weights(), used)
             return
         with on_stream(self._norms):
             grad = total.flat
-            self._unread[unit.index] = norm = norm_on_device(*self._counted(unit, grad))
+            parts, here = self.mover.units.parts, partial(self._of, unit, grad)
+            self._unread[unit.index] = norm = norm_on_device(*(here(parts.counts) or [grad[:0]]))
+            if alike := here(parts.is_alike):
+                self._unread[~unit.index] = norm_on_device(*alike)
             total.lease.record_use()  # and so of what the norm's stream has waited for
         if unit.index in self.updates.chosen:
             self.updates.add(unit, grad, 0.0, total.lease, Weights(), used)
@@ -352,13 +361,13 @@ class GradientPath:
                 watch(segment.name, flat[start - low :][:numel])
         total.lease.record_use()
 
-    def _counted(self, unit: Unit, flat: Tensor) -> list[Tensor]:
-        """Return the parts of this rank's gradient that are in the norm: no other rank has them, too."""
-        counts, low = self.mover.units.parts.counts, unit.shard_start
-        if all(counts(segment.whole) for segment in unit.segments):
+    def _of(self, unit: Unit, flat: Tensor, chosen: Callable[[Tensor], bool]) -> list[Tensor]:
+        """Return the parts of this rank's gradient that are of ``chosen`` parameters."""
+        low = unit.shard_start
+        if all(chosen(segment.whole) for segment in unit.segments):
             return [flat]
         within = unit.within(low, low + len(flat))
-        return [flat[start - low :][:n] for s, start, _, n in within if counts(s.whole)] or [flat[:0]]
+        return [flat[start - low :][:n] for s, start, _, n in within if chosen(s.whole)]
 
 
 class Gradients:

@@ -5,12 +5,18 @@ DTensor has on this rank, as a parameter like any other. Where the module's forw
 DTensor again, for one use; autograd brings its gradient back to the local part, summed over ranks where it is
 replicated. What autograd saves of a DTensor is its local part, too.
 
+[Note: what ranks have alike] Gradients of parameters that are not divided are the same on all ranks that
+share a batch. Every step compares sums of their squares: with other batches, or other random numbers, ranks
+would train other models in silence. An initializer that runs after the division draws the same values on each
+rank, which is noticed when a unit is stored.
+
 [Note: what counts once] Of a parameter that several ranks of the mesh have alike, one has it counted in the
 norm of gradients, and saved: the first along each dimension of the mesh over which it is not divided.
 """
 
 import sys
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +26,9 @@ from torch import Tensor
 from infinity.comm.ranks import SHARDING
 from infinity.core.errors import StateError
 from infinity.core.nbytes import Box
+
+#: Elements of a part that are looked at, and the greatest difference of sums of squares, by rounding.
+_LOOKED_AT, _ALIKE = 1024, 1e-3
 
 
 def is_divided(value: object) -> bool:
@@ -40,6 +49,38 @@ def joined(local: Tensor, spec: Any) -> Any:
     return dtensor.from_local(local, spec.mesh, spec.placements, **how)
 
 
+def parallelize(model: Any, mesh: Any, plan: Any) -> None:
+    """Divide ``model``, whose parameters have no values yet; StateError: its plan has an unknown style.
+
+    ``plan`` is a function of model and mesh, or has the style of each module over the dimension ``tp``: of
+    torch, or by a name of transformers. "auto": as the model of transformers has it.
+    """
+    if callable(plan):
+        plan(model, mesh)
+        return
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+    from torch.distributed.tensor.parallel import parallelize_module as divide
+
+    split, gathered = RowwiseParallel(input_layouts=Replicate()), ColwiseParallel(output_layouts=Replicate())
+    known = {
+        "colwise": ColwiseParallel(), "colwise_gather_output": gathered, "colwise_rep": gathered,
+        "embedding_colwise": gathered, "embedding_rowwise": split, "rowwise": RowwiseParallel(),
+        "rowwise_rep": split, "rowwise_split_input": split, "replicate": None,
+        "replicated_with_grad_allreduce": SequenceParallel(sequence_dim=2, use_local_output=True),
+    }  # fmt: skip
+    plan = getattr(model, "tp_plan", None) if plan == "auto" else plan
+    if not plan or "tp" not in (mesh.mesh_dim_names or ()):
+        raise StateError(
+            f"tp_plan of {type(model).__name__} in a mesh of {mesh.mesh_dim_names}: {plan}; wanted a plan, "
+            "or a function that calls parallelize_module, and a mesh with a dimension 'tp'"
+        )
+    styles = {name: known.get(style, style) for name, style in plan.items()}
+    if unknown := {name: style for name, style in styles.items() if isinstance(style, str)}:
+        raise StateError(f"tp_plan: no styles here are {unknown}; known are {', '.join(known)}")
+    divide(model, mesh["tp"], {k: v for k, v in styles.items() if v is not None}, src_data_rank=None)
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """Describes this rank's part of a divided parameter, a box of the whole."""
@@ -50,14 +91,14 @@ class Part:
     dims: frozenset[str]  # of the mesh, over which it is divided
 
     @classmethod
-    def of(cls, name: str, spec: Any, mesh: Any) -> "Part":
+    def of(cls, name: Callable[[], str], spec: Any, mesh: Any) -> "Part":
         """Return the part of a parameter, or raise a StateError; ``mesh`` is that of all ranks."""
         from torch.distributed.tensor import Replicate, Shard
 
         names, over = mesh.mesh_dim_names, dict(zip(spec.mesh.mesh_dim_names or (), spec.placements))
         if not over or SHARDING in over or not over.keys() <= {*names}:
             raise StateError(
-                f"{name} is a DTensor over {spec.mesh.mesh_dim_names}, and the mesh of infinity.Init has "
+                f"{name()} is a DTensor over {spec.mesh.mesh_dim_names}, and the mesh of infinity.Init has "
                 f"{names}, of which {SHARDING} is for units: give parallelize_module mesh['tp'] or the like"
             )
         offsets, sizes = [0] * len(spec.shape), [*spec.shape]
@@ -68,7 +109,7 @@ class Part:
                 offsets[placement.dim] += mesh.get_local_rank(dim) * sizes[placement.dim]
             elif type(placement) is not Replicate:
                 raise StateError(
-                    f"{name}, of shape {tuple(spec.shape)}, is placed as {placement} over {count} ranks: "
+                    f"{name()}, of shape {tuple(spec.shape)}, is placed as {placement} over {count} ranks: "
                     "wanted Replicate, or Shard of a dimension that divides evenly"
                 )
         dims = {dim for dim, placement in over.items() if type(placement) is Shard}
@@ -77,6 +118,14 @@ class Part:
     def box(self, box: Box) -> Box:
         """Return where a box of the part is in the whole."""
         return Box(tuple(a + b for a, b in zip(self.offsets, box.offsets, strict=True)), box.sizes)
+
+    def of_whole(self, value: Any, *, join: bool) -> Any:
+        """Return the part of a whole tensor, or of one that is divided in any way; ``join``: as a DTensor."""
+        if tuple(value.shape) == tuple(self.spec.shape):
+            value = value.full_tensor() if is_divided(value) else value
+            value = value[tuple(slice(a, a + n) for a, n in zip(self.offsets, self.sizes, strict=True))]
+            return joined(value.to(self.spec.mesh.device_type), self.spec) if join else value
+        return value
 
     def runs(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Yield the first element in the whole, and the number, of each run of ``[start, stop)``."""
@@ -97,6 +146,40 @@ class Parts(dict[int, Part]):
 
     mesh: Any = None  # of all ranks, if they are in one
     open = False  # the block in which parameters may be divided goes on
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.digests: dict[int, int] = {}  # of parts when they were divided or loaded
+        self.squares = 0.0  # the sum of squares of this step's gradients that ranks have alike
+
+    def look(self, param: Tensor, name: Callable[[], str]) -> None:
+        """Raise a StateError if a part has other values than when it was looked at first."""
+        first = param.detach().reshape(-1)[:_LOOKED_AT].cpu()
+        digest = zlib.crc32(first.contiguous().view(torch.uint8).numpy().tobytes())
+        if self.digests.setdefault(id(param), digest) != digest and not bool((first == first[0]).all()):
+            raise StateError(
+                f"{name()} was initialized after parallelize_module, which gives each rank's part the same "
+                "values: do it before. load_state_dict, and infinity.gathered after the block, write parts"
+            )
+
+    def check_alike(self, squares: Tensor) -> None:
+        """Raise a StateError unless all ranks that share a batch have the same: see the note."""
+        if self.mesh is None:
+            return
+        dim = self.mesh.mesh_dim_names.index(SHARDING)
+        rows = squares[self.mesh.mesh.cpu().movedim(dim, 0).flatten(1)]
+        low, high = rows.amin(1), rows.amax(1)
+        if bool((high - low > _ALIKE * high).any()):
+            raise StateError(
+                f"ranks along {', '.join(n for n in self.mesh.mesh_dim_names if n != SHARDING)} have other "
+                f"gradients of parameters that are not divided: from {low.tolist()} to {high.tolist()} (sums "
+                "of squares). They got other batches, or draw other random numbers (dropout), or such a "
+                "parameter is used where activations are divided, and needs a style (SequenceParallel)"
+            )
+
+    def is_alike(self, param: Tensor) -> bool:
+        """Return whether ranks that share a batch have all of a parameter."""
+        return self.mesh is not None and ((part := self.get(id(param))) is None or not part.dims)
 
     def counts(self, param: Tensor) -> bool:
         """Return whether a parameter counts here: see [Note: what counts once]."""

@@ -204,15 +204,23 @@ class Construction:
                 "block of `with infinity.Init(recipe, mesh=mesh)`"
             )
         parts, spec = self.builder.units.parts, tensor._spec
+        called = functools.partial(self._full_name, param, name)
         if self.builder.is_tiled(param):
-            raise StateError(f"{name} is in tiles, which cannot be divided: set partition.tile=never")
+            raise StateError(f"{called()} is in tiles, which cannot be divided: set partition.tile=never")
         if id(param) not in parts:
-            parts[id(param)] = Part.of(name, spec, parts.mesh)
+            parts[id(param)] = Part.of(called, spec, parts.mesh)
             self.touch(param)
             param.data = arrived(tensor._local_tensor).detach().to(param.device, copy=True)
+            if self.late is None:
+                parts.look(param, called)
         elif parts[id(param)].spec != spec:
-            raise StateError(f"{name} is divided already, as {parts[id(param)].spec.placements}")
+            raise StateError(f"{called()} is divided already, as {parts[id(param)].spec.placements}")
         return param
+
+    def _full_name(self, param: nn.Parameter | None, name: str) -> str:
+        modules = (item for root in self.roots for item in root.named_modules())
+        named = ((prefix, key, p) for prefix, m in modules for key, p in dict.items(m._parameters))
+        return max((f"{prefix}.{key}" for prefix, key, p in named if p is param), key=len, default=name)
 
     @property
     def roots(self) -> list[nn.Module]:
@@ -334,6 +342,11 @@ class Construction:
             self.masters.free(unit)  # of what is divided it takes a part
             self.builder.units.lay_out(unit)
         if self._counts(unit):
+            for s in unit.segments:
+                if id(s.whole) in self.builder.units.parts:
+                    self.builder.units.parts.look(
+                        s.whole, functools.partial(self._full_name, s.whole, s.name)
+                    )
             self.masters.put(unit, functools.partial(self._values, unit))
         for s in unit.segments:
             if s.is_last:
