@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from einops import rearrange
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from infinity.comm.ranks import rank, world_size
 from infinity.core.config import SettingError
@@ -78,7 +79,7 @@ class SequenceRanks:
         Each row is one document, padded, if at all, at its end; labels of padding are -100. The mean of the
         losses over all ranks is the mean over all targets of this group, and so are gradients.
         """
-        targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+        targets = pad(labels[:, 1:], (0, 1), value=-100)
         positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         mine = self.part(targets)
         return {
@@ -125,7 +126,8 @@ class SequenceRanks:
             raise StateError("infinity.SequenceRanks divides this model's sequences already")
         if why := unseparated(model):
             raise RecipeError(f"train.sequence_ranks={self.count}: {why}; wanted 1")
-        if not model._supports_sdpa:
+        sinks = any(getattr(each, "sinks", None) is not None for each in model.modules())
+        if not (model._supports_sdpa or sinks):
             raise RecipeError(
                 f"train.sequence_ranks={self.count}: {type(model).__name__} has attention that torch's "
                 "scaled_dot_product_attention does not compute; wanted 1"
@@ -188,19 +190,24 @@ class Reach:
     def __getitem__(self, _: Any) -> Any:
         return self.__getattr__("values")
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
-        """Return attention of this rank's tokens, ``(b, s, heads, d)``; inputs are ``(b, heads, s, d)``."""
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None, **how: Any
+    ) -> Tensor:
+        """Return attention of this rank's tokens, ``(b, s, heads, d)``; inputs are ``(b, heads, s, d)``.
+
+        ``sinks``, ``(heads,)``: one more score of each token, which takes a share and gives nothing.
+        """
         heads, few, count = query.shape[1], key.shape[1], self.ranks.count
-        if heads % count or (few % count and count % few):
-            raise SettingError(
-                "train.sequence_ranks", count,
-                f"a number that divides the {heads} heads of attention, and the {few} heads of keys or a "
-                "multiple of them",
-            )  # fmt: skip
-        if few < count:  # each rank has a copy of the head that its queries look at
-            key, value = (each.repeat_interleave(count // few, dim=1) for each in (key, value))
+        even = heads % count == 0 and (few % count == 0 or count % few == 0)
+        # Each rank has a copy of the head that its queries look at.
+        key, value = (_repeated(each, max(count, few) if even else heads) for each in (key, value))
+        query, key, value = (
+            pad(each, (0, 0, 0, 0, 0, -each.shape[1] % count)) for each in (query, key, value)
+        )
+        if sinks is not None:
+            sinks = pad(sinks, (0, -heads % count)).chunk(count)[self.ranks.at].to(query.dtype)
         query, key, value = (_by_heads(each, self.ranks) for each in (query, key, value))
-        return _by_tokens(self._attended(query, key, value, how), self.ranks)
+        return _by_tokens(self._attended(query, key, value, how | {"sinks": sinks}), self.ranks)[:, :, :heads]
 
     def _attended(self, query: Tensor, key: Tensor, value: Tensor, how: Mapping[str, Any]) -> Tensor:
         """Return attention of some heads over whole sequences, ``(b, heads, seq_len, d)``."""
@@ -233,8 +240,12 @@ class Reach:
                 ) from error
         of = SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1], is_causal=True)
         query, key, value = (each[:, :, first:last] for each in (query, key, value))
+        width, scaling = value.shape[3], how.get("scaling") or query.shape[3] ** -0.5
+        if how["sinks"] is not None:
+            query, key, value, mask = _with_sinks(query, key, value, how["sinks"] / scaling, mask)
+        how = {"dropout": how.get("dropout", 0.0), "scaling": scaling}
         found: Tensor = sdpa_attention_forward(of, query, key, value, mask, **how)[0]
-        return found.transpose(1, 2)
+        return found.transpose(1, 2)[:, :, first - last :, :width]
 
 
 def _documents(whole: Tensor) -> "Documents":
@@ -247,12 +258,12 @@ def _documents(whole: Tensor) -> "Documents":
 
 
 #: Arguments of attention that change which tokens attend to which, and how much.
-_UNDIVIDED = "softcap", "s_aux", "sinks", "position_bias", "indices", "block_indices"
+_UNDIVIDED = "softcap", "sinks", "position_bias", "indices", "block_indices"
 
 
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, dropout: float = 0.0,
-    scaling: float | None = None, **given: Any,
+    scaling: float | None = None, s_aux: Tensor | None = None, **given: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Attend as functions that are registered with transformers do."""
     unknown = [name for name in _UNDIVIDED if given.get(name) is not None]
@@ -261,7 +272,25 @@ def _attend(
             f"train.sequence_ranks: {type(module).__name__} attends with {', '.join(unknown) or 'no mask'}, "
             "which is not divided over ranks; wanted 1"
         )
-    return attention_mask(query, key, value, dropout=dropout, scaling=scaling), None
+    return attention_mask(query, key, value, s_aux, dropout=dropout, scaling=scaling), None
+
+
+def _repeated(given: Tensor, heads: int) -> Tensor:
+    return given.repeat_interleave(heads // given.shape[1], dim=1) if heads > given.shape[1] else given
+
+
+def _with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, scores: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return what attention with sinks is plain attention of: a token more, the first, and a feature more.
+
+    The token's key is nothing but that feature, of which queries have their head's ``scores``. Its value is
+    zero. Values get as many features as keys have, which fused kernels want.
+    """
+    query = torch.cat([query, scores[None, :, None, None].expand(*query.shape[:3], 1)], 3)
+    key, value = (pad(each, (0, query.shape[3] - each.shape[3], 1, 0)) for each in (key, value))
+    key[:, :, 0, -1] = 1
+    return pad(query, (0, 0, 1, 0)), key, value, None if mask is None else pad(mask, (1, 0, 1, 0), value=True)
 
 
 class _Exchange(torch.autograd.Function):

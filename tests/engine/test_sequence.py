@@ -10,6 +10,10 @@ import torch.distributed as dist
 from transformers import (
     FalconConfig,
     FalconForCausalLM,
+    FlintConfig,
+    FlintForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     Lfm2Config,
@@ -18,6 +22,8 @@ from transformers import (
     LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
+    MiMoV2FlashConfig,
+    MiMoV2FlashForCausalLM,
     MiniMaxConfig,
     MiniMaxForCausalLM,
     MistralConfig,
@@ -69,7 +75,28 @@ MODELS: dict[str, Any] = {
     "own attention": (FalconForCausalLM, FalconConfig, {"head_dim": None}),
     "positions of padding": (RobertaForCausalLM, RobertaConfig, {"is_decoder": True}),
     "one head": (LlamaForCausalLM, LlamaConfig, {"num_attention_heads": 1, "num_key_value_heads": 1}),
-    "sinks": (GptOssForCausalLM, GptOssConfig, {"num_key_value_heads": 4, "num_local_experts": 4}),
+    "uneven heads": (
+        LlamaForCausalLM, LlamaConfig, {"hidden_size": 24, "num_attention_heads": 6, "num_key_value_heads": 3}
+    ),
+    "sinks": (
+        GptOssForCausalLM, GptOssConfig,
+        {"num_key_value_heads": 4, "num_local_experts": 4, "sliding_window": 5},
+    ),
+    "packed sinks": (
+        FlintForCausalLM, FlintConfig,
+        {
+            "num_key_value_heads": 4, "sliding_window": 5, "num_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+        },
+    ),
+    "other widths": (  # a value has fewer features than a key
+        MiMoV2FlashForCausalLM, MiMoV2FlashConfig,
+        {
+            "num_key_value_heads": 2, "v_head_dim": 2, "sliding_window": 5, "n_routed_experts": 4,
+            "moe_intermediate_size": 16, "num_experts_per_tok": 2, "pad_token_id": None,
+        },
+    ),
+    "soft caps": (Gemma2ForCausalLM, Gemma2Config, {"num_key_value_heads": 4}),
     "state": (MambaForCausalLM, MambaConfig, {}),
 }  # fmt: skip
 SEQ_LEN = 16
@@ -139,6 +166,11 @@ def full(model: Any) -> dict[str, torch.Tensor]:
         ("few key heads", True, 2, 2),
         pytest.param("few key heads", True, 4, 4, marks=pytest.mark.slow),
         ("long rope", False, 2, 2),
+        ("one head", True, 2, 2),
+        ("sinks", False, 2, 2),
+        pytest.param("packed sinks", True, 4, 4, marks=pytest.mark.slow),
+        pytest.param("other widths", False, 2, 2, marks=pytest.mark.slow),
+        pytest.param("uneven heads", False, 4, 4, marks=pytest.mark.slow),
         pytest.param("sliding", True, 4, 2, marks=pytest.mark.slow),
         pytest.param("sliding", False, 2, 2, marks=pytest.mark.slow),
         pytest.param("experts", False, 4, 2, marks=pytest.mark.slow),
@@ -161,8 +193,8 @@ def test_divided_sequences_have_the_loss_and_gradients_of_whole_ones(
 def refused() -> list[str]:
     """Return why sequences of several models are not divided over two ranks."""
     said = list[str]()
-    names = "sinks", "state", "convolution", "recurrent", "own attention", "positions of padding"
-    for name, count in (("llama", 3), *((each, 2) for each in names), ("one head", 2), ("llama", 2)):
+    names = "soft caps", "state", "convolution", "recurrent", "own attention", "positions of padding"
+    for name, count in (("llama", 3), *((each, 2) for each in names), ("llama", 2)):
         with infinity.Init(infinity.load_recipe(overrides=["train.dtype=fp32", "memory.host=1GiB"])):
             model = model_of(name)
         tokens = rows()[0][:1, :8]
@@ -171,7 +203,7 @@ def refused() -> list[str]:
             model(tokens, **({} if name == "llama" else {"position_ids": ranks.part(torch.arange(16)[None])}))
         except InfinityError as error:
             said.append(str(error))
-        if len(said) == len(names) + 3:  # the last one, which was divided
+        if len(said) == len(names) + 2:  # the last one, which was divided
             with pytest.raises(StateError, match="divides this model's sequences already"):
                 infinity.SequenceRanks(model, count)
             with pytest.raises(StateError, match="takes no attention_mask"):
@@ -190,15 +222,14 @@ def refused() -> list[str]:
 
 def test_what_cannot_be_divided_is_refused_with_what_would() -> None:
     for said in run_ranks(refused, 2):
-        wrong_count, sinks, state, convolution, recurrent, own, padding, heads, no_positions = said
+        wrong_count, caps, state, convolution, recurrent, own, padding, no_positions = said
         assert "train.sequence_ranks: got 3; wanted a number that divides the 2 ranks: 1, 2" in wrong_count
-        assert "GptOssForCausalLM has attention that torch's" in sinks
+        assert "Gemma2ForCausalLM has attention that torch's" in caps
         assert "MambaForCausalLM cannot separate the documents" in state
         assert "Lfm2ForCausalLM cannot separate the documents" in convolution
         assert "MiniMaxForCausalLM cannot separate the documents" in recurrent
         assert "FalconForCausalLM computes its attention itself" in own
         assert "RobertaForCausalLM cannot separate the documents" in padding
-        assert "a number that divides the 1 heads of attention" in heads
         assert "infinity.SequenceRanks(model, ...).split" in no_positions
 
 
