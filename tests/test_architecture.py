@@ -290,7 +290,7 @@ ROOM_BUDGETS = {
     "core": 2291,
     "data": 2722,
     "device": 1317,
-    "engine": 5397,
+    "engine": 5426,
     "integrations": 785,
     "nvme": 1213,
     "observe": 986,
