@@ -148,15 +148,12 @@ def read_prompts(path: str) -> list[str | Chat]:
     return found
 
 
-class SamplesFile(View):
-    """View that adds samples to a file of :class:`StepLines`, by whose arguments it is opened."""
-
-    def __init__(self, path: Path, **how: Any) -> None:
-        self._lines = StepLines(path, **how)
+class SamplesFile(StepLines):
+    """File of the samples of a run."""
 
     def sampled(self, sample: Sample) -> None:
         more = {"adapter": sample.adapter} if sample.adapter else {}
-        self._lines.add({"step": sample.step, "prompt": sample.prompt, "text": sample.text} | more)
+        self.write({"step": sample.step, "prompt": sample.prompt, "text": sample.text} | more)
 
 
 class Samples:

@@ -298,8 +298,8 @@ def _each(losses: Mapping[str, float | None]) -> str:
     return f" ({', '.join(shown)})" if losses else ""
 
 
-class StepLines:
-    """File of JSON lines, each with a ``step``; those after step ``after`` are cut.
+class StepLines(View):
+    """View that is a file of JSON lines, each with a ``step``; those after step ``after`` are cut.
 
     A line that was added survives a kill, and if ``synced`` a power cut. A number that is not finite is null.
     """
@@ -310,7 +310,7 @@ class StepLines:
             if after is not None:
                 file.truncate(max((end for _, end in read_lines(path, after)), default=0))
 
-    def add(self, line: Mapping[str, Any]) -> None:
+    def write(self, line: Mapping[str, Any]) -> None:
         with append_file(self._path) as file:
             file.write(json.dumps(finite(line), allow_nan=False) + "\n")
             file.flush()
@@ -348,23 +348,20 @@ def _parsed(text: bytes) -> dict[str, Any] | None:
     return line if isinstance(line, dict) and type(line.get("step")) is int else None
 
 
-class MetricsFile(View):
-    """View that adds lines to a file of :class:`StepLines`, by whose arguments it is opened.
+class MetricsFile(StepLines):
+    """File of the figures of a run.
 
     A line has ``kind`` "step" (the fields of :class:`StepReport`, and more) or "evaluation" (those of
     :class:`Evaluation`).
     """
 
-    def __init__(self, path: Path, **how: Any) -> None:
-        self._lines = StepLines(path, **how)
-
     def step(self, report: StepReport) -> None:
         derived = {"tokens_per_s": report.tokens_per_s, "bottleneck": report.bottleneck}
-        self._lines.add({"kind": "step", **asdict(report), **derived})
+        self.write({"kind": "step", **asdict(report), **derived})
 
     def evaluated(self, found: Evaluation) -> None:
         derived = {"perplexity": perplexity(found.loss)} if found.per_token else {}
-        self._lines.add({"kind": "evaluation", **asdict(found), **derived})
+        self.write({"kind": "evaluation", **asdict(found), **derived})
 
 
 def read_metrics(path: Path, last: int = sys.maxsize) -> Iterator[StepReport | Evaluation]:
