@@ -13,7 +13,7 @@ from infinity.api.adapters import CONFIG, VALUES
 from infinity.api.saved import MergedModel, split_experts
 from infinity.api.saved import merge as merge_adapters
 from infinity.app import runs
-from infinity.app.best import best_of
+from infinity.app.loop import best_of
 from infinity.app.samples import Writer, Writing, end_answers, tokenizer_of
 from infinity.app.train import Wanted, built, process_group, set_threads, write_model
 from infinity.checkpoint.directory import Checkpoint, read_json_object, tokenizer_files

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infinity.app import runs
-from infinity.app.best import BEST_FOLDER, best_steps
+from infinity.app.loop import BEST_FOLDER, best_steps
 from infinity.app.samples import SAMPLES
 from infinity.core.errors import RecipeError, library_errors, optional_package, quiet_libraries
 from infinity.core.files import read_file, record_of, user_path, write_file

@@ -17,12 +17,11 @@ from rich.console import Console
 
 import infinity
 from infinity.activations.controller import Activations
-from infinity.api.adapters import CONFIG, VALUES, LoraConfig
+from infinity.api.adapters import CONFIG, VALUES
 from infinity.api.export import check_room_for
 from infinity.api.optimizer import Optimizer
 from infinity.app import runs
-from infinity.app.best import Best
-from infinity.app.loop import Loop
+from infinity.app.loop import Best, Loop
 from infinity.app.samples import SAMPLES, SamplesFile, end_answers, read_prompts, tokenizer_of
 from infinity.checkpoint.directory import tokenizer_files
 from infinity.checkpoint.distcp import DistributedCheckpoint
@@ -405,19 +404,13 @@ def built(
     try:
         for adapter, task in recipe.tasks.items() if recipe.trains_adapters else ():
             torch.manual_seed(recipe.run.seed)  # as if it were alone
-            lora = asdict(_adapters_of(task, adapter, before))
+            lora, kept = asdict(task.lora), None if before is None else before / _GIVEN / adapter
+            if task.lora.adapter is not None and kept is not None and (kept / CONFIG).is_file():
+                lora["adapter"] = str(kept)  # a run that goes on reads those that it kept
             model = infinity.add_lora(model, **lora, **({"name": adapter} if adapter else {}))
         yield model, _optimizer(recipe, model)
     finally:
         infinity.close(model, keep=keep)
-
-
-def _adapters_of(task: Recipe, name: str, before: Path | None) -> LoraConfig:
-    """Return the adapters that a model gets: a run that goes on reads those that it kept."""
-    kept = None if before is None else before / _GIVEN / name
-    if task.lora.adapter is None or kept is None or not (kept / CONFIG).is_file():
-        return task.lora
-    return replace(task.lora, adapter=str(kept))
 
 
 def _optimizer(recipe: Recipe, model: Any) -> Optimizer:

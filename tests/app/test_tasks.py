@@ -12,9 +12,8 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from infinity.app import train as train_module
-from infinity.app.best import BEST_FOLDER, Best, best_of, best_steps
 from infinity.app.export import publish_run
-from infinity.app.loop import REFERENCE, Loop
+from infinity.app.loop import BEST_FOLDER, REFERENCE, Best, Loop, best_of, best_steps
 from infinity.app.train import train
 from infinity.cli import main
 from infinity.core.errors import CheckpointError, RecipeError
