@@ -26,8 +26,7 @@ from report import Claim, print_table, write_json
 
 from infinity.core.errors import BudgetError, quiet_libraries
 from infinity.core.nbytes import format_nbytes
-from infinity.predict.best import SPLIT, find_best
-from infinity.predict.changes import written
+from infinity.predict.best import SPLIT, find_best, written
 from infinity.predict.dry_run import DryRun, dry_run
 from infinity.predict.machines import load_machine
 from infinity.predict.plan_recipe import count, seconds

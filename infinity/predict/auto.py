@@ -38,8 +38,7 @@ from infinity.core.files import own_directory
 from infinity.core.plan import Choice, Value
 from infinity.device.accelerator import memory_nbytes, name_of
 from infinity.device.machine import free_host_nbytes, local_ranks, total_host_nbytes, usable_cores
-from infinity.predict.best import FREE, Best, find_best
-from infinity.predict.changes import written
+from infinity.predict.best import FREE, Best, find_best, written
 from infinity.predict.machines import Machine, load_machine, measurable, probe, write_machine
 from infinity.recipes.recipe import Recipe, with_values
 

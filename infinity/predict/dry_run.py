@@ -39,12 +39,11 @@ from infinity.partition.unit import Home
 from infinity.planner.passing import PassingPlan, Rooms, plan_passing
 from infinity.planner.search import device_error, simple_plan
 from infinity.planner.simulator import play
-from infinity.predict.between import moves
 from infinity.predict.machines import Machine, RankRates, rank_rates
 from infinity.predict.model import ModelWithoutValues
 from infinity.predict.operators import times_of_rank
 from infinity.predict.play import play_step
-from infinity.predict.recording import MANY_TOKENS, Batch, Record
+from infinity.predict.recording import MANY_TOKENS, Batch, Record, moves
 from infinity.predict.step import StepCost, StepSetup, StepTrace, Stored, UnitShape, choose_homes
 from infinity.recipes.objectives import OBJECTIVES
 from infinity.recipes.recipe import Recipe

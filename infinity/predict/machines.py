@@ -319,7 +319,7 @@ def probe(directories: Sequence[str | Path]) -> Machine:
     threads = torch.get_num_threads()
     torch.set_num_threads(cores)
     try:
-        host_bytes_per_s = _copy_bytes_per_s(device)
+        host_bytes_per_s = 2 * _copy_bytes_per_s(device, device)
         core_bytes_per_s, core_codes_per_s = map(_rounded, _update_rates())
         devices, links = DevicesConfig(name=f"{cores} cores", efficiency=0.8), LinksConfig()
         found = torch.accelerator.current_accelerator(check_available=True)
@@ -329,15 +329,17 @@ def probe(directories: Sequence[str | Path]) -> Machine:
                 links = LinksConfig(device_bytes_per_s=bytes_per_s, core_s_per_byte=core_s_per_byte)
         if found is not None:
             device = torch.device(found.type, torch.accelerator.current_device_index())
+            other = torch.device(found.type, (device.index + 1) % torch.accelerator.device_count())
+            reaches = other != device and reaches_others(device)
             links = LinksConfig(
                 host_bytes_per_s=_rounded(measure_hardware(device, (), 0).host_bytes_per_s),
-                device_bytes_per_s=_between_bytes_per_s(device),
+                device_bytes_per_s=_rounded(_copy_bytes_per_s(device, other)) if reaches else None,
             )
             devices = DevicesConfig(
                 per_node=torch.accelerator.device_count(),
                 name=name_of(device),
                 memory=memory_nbytes(device)[1],
-                memory_bytes_per_s=_rounded(_copy_bytes_per_s(device)),
+                memory_bytes_per_s=_rounded(2 * _copy_bytes_per_s(device, device)),
                 efficiency=0.95,  # the figures are reached ones
             )
         rates: dict[str, Any] = {
@@ -431,26 +433,17 @@ def _flops_per_s(dtype: torch.dtype, device: torch.device) -> float:
     return _rounded(best)
 
 
-def _copy_bytes_per_s(device: torch.device) -> float:
+def _copy_bytes_per_s(device: torch.device, other: torch.device) -> float:
+    """Return how many bytes are copied per second from a device's memory to another's, or to its own."""
     source = torch.ones(_COPIED_NBYTES, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * _COPIED_NBYTES / least_s(lambda: target.copy_(source), device, _TRIES + 1)
+    target = torch.empty_like(source, device=other)
+    return _COPIED_NBYTES / least_s(lambda: target.copy_(source), device, _TRIES + 1)
 
 
 def _updated(layout: StateLayout) -> tuple[float, int]:
     """Return the bytes that an update of an element reads and writes, and its 8-bit values."""
     codes = sum(isinstance(moment.form, Quantized) for moment in layout.moments)
     return 2 * layout.bytes_per_element + layout.dtype.itemsize, codes
-
-
-def _between_bytes_per_s(device: torch.device) -> float | None:
-    """Return how fast an accelerator writes to the memory of another; None: it reaches none."""
-    other = torch.device(device.type, (device.index + 1) % torch.accelerator.device_count())
-    if other == device or not reaches_others(device):
-        return None
-    source = torch.ones(_COPIED_NBYTES, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source, device=other)
-    return _rounded(_COPIED_NBYTES / least_s(lambda: target.copy_(source), device, _TRIES + 1))
 
 
 def _update_rates() -> tuple[float, float]:

@@ -203,16 +203,13 @@ class ModelWithoutValues:
                 self.module.requires_grad_(False)
                 for name, task in recipe.tasks.items():
                     self.module = make_adapters(self.module, construction, task.lora, name or DEFAULT)
-                self._use_largest_adapter()
+                # Of several the largest is used; in a plan each of their micro-batches is like its.
+                follow(self.module, Choice(_largest(parameters_by_adapter(self.module))))
         self.units = construction.builder.units
         self.leaves = construction.builder.leaves if ranks > 1 else {}
         self.module.train()
         if any(unit.routed for unit in self.units) and _IN_TILES not in self.notes:
             self.notes.append(_IN_TILES)
-
-    def _use_largest_adapter(self) -> None:
-        """Let the largest of several adapters be used; in a plan each of their micro-batches is like its."""
-        follow(self.module, Choice(_largest(parameters_by_adapter(self.module))))
 
     @property
     def of_others(self) -> frozenset[int]:
@@ -346,31 +343,21 @@ class ModelWithoutValues:
         del before
 
 
-def _form_of(quantization: Mapping[str, Any]) -> Any:
+def _form_of(given: Mapping[str, Any]) -> Any:
     """Return the form that a ``quantization_config`` speaks of, for :func:`template`; None: it is unknown."""
-    with suppress(KeyError, TypeError, ValueError, AttributeError):
-        return _form_written(quantization) or _form_published(quantization)
-    return None
-
-
-def _form_published(given: Mapping[str, Any]) -> Any:
+    for name, form in (*FORMS.items(), *WITH_EXPERTS.items()):
+        if all((form.config.get(key) or None) == (given.get(key) or None) for key in _TELLS):
+            return name
     method, left = given.get("quant_method"), given.get("ignore") or given.get("modules_to_not_convert") or ()
-    if method == "compressed-tensors" and given.get("format") == "pack-quantized":
-        [group] = given["config_groups"].values()
-        weights, size = group["weights"], int(group["weights"].get("group_size") or 0)
-        said = {**given, "sym": weights.get("symmetric", True)}
-        return published("pack-quantized", said, int(weights["num_bits"]), max(0, size), left)
-    if method in ("gptq", "awq"):
-        return published(method, given, int(given.get("bits", 4)), max(0, int(given["group_size"])), left)
+    with suppress(KeyError, TypeError, ValueError, AttributeError):
+        if method == "compressed-tensors" and given.get("format") == "pack-quantized":
+            [group] = given["config_groups"].values()
+            weights, size = group["weights"], int(group["weights"].get("group_size") or 0)
+            said = {**given, "sym": weights.get("symmetric", True)}
+            return published("pack-quantized", said, int(weights["num_bits"]), max(0, size), left)
+        if method in ("gptq", "awq"):
+            return published(method, given, int(given.get("bits", 4)), max(0, int(given["group_size"])), left)
     return None
-
-
-def _form_written(given: Mapping[str, Any]) -> str | None:
-    rows = [(name, form.config) for forms in (FORMS, WITH_EXPERTS) for name, form in forms.items()]
-    alike = (
-        name for name, said in rows if all((said.get(k) or None) == (given.get(k) or None) for k in _TELLS)
-    )
-    return next(alike, None)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -106,10 +106,14 @@ class Operation:
         """Run it once, on arguments aged by ``others`` (empty on an accelerator); return seconds."""
         made = [leaf.make(device) if isinstance(leaf, TensorShape) else leaf for leaf in self.leaves]
         ages = [(a.age, b) for a, b in zip(self.leaves, made, strict=True) if isinstance(a, TensorShape)]
+        ages.sort(key=lambda each: -each[0])
         given = [device if leaf is torch.device else leaf for leaf in made]
         args, kwargs = tree_unflatten(given, self.spec)
-        if len(others):
-            _age(ages, others)
+        # Each argument is brought to its age by touching others.
+        for (age, tensor), (following, _) in pairwise([*ages, (0, others)]) if len(others) else ():
+            if age < COLD:
+                others.new_empty(0).set_(tensor.untyped_storage()).add_(0)  # also what a view leaves out
+            others[: age - following].add_(1)
         synchronize(device)
         began_s = clock()
         self.func(*args, **kwargs)
@@ -180,12 +184,3 @@ def times_of_rank(local_ranks: int, threads: int | None) -> OperatorTimes:
 
 
 _times_on = functools.cache(OperatorTimes)
-
-
-def _age(made: Sequence[tuple[int, Tensor]], others: Tensor) -> None:
-    """Bring each tensor to its age (bytes touched since its last use) by touching ``others``."""
-    ages = sorted(made, key=lambda each: -each[0])
-    for (age, tensor), (following, _) in pairwise([*ages, (0, others)]):
-        if age < COLD:
-            others.new_empty(0).set_(tensor.untyped_storage()).add_(0)  # also what a view leaves out
-        others[: age - following].add_(1)

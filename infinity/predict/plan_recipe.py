@@ -16,8 +16,7 @@ from infinity.core.process import launched
 from infinity.engine.executor import Dtype
 from infinity.observe.metrics import PredictedStep
 from infinity.planner.search import PlanSearch
-from infinity.predict.best import SPLIT, Best, find_best
-from infinity.predict.changes import changes, gain, ways_to_fit, written
+from infinity.predict.best import SPLIT, Best, changes, find_best, gain, ways_to_fit, written
 from infinity.predict.dry_run import DAY_S, DryRun, dry_run
 from infinity.predict.machines import Machine, describe_machine, load_machine, measurable, probe
 from infinity.predict.plan_run import make_table, print_line

@@ -43,13 +43,6 @@ _SIMPLE = {
 }
 
 
-class ShownPlan(NamedTuple):
-    """Holds a run's plan, or one for the same profile and another budget."""
-
-    planning: Planning
-    picture: Path  # in the folder of the run's plan
-
-
 def show_plan(run: str, budget: str | None, console: Console) -> None:
     """Print what a run chose, its plan and the cost of alternatives, and write its picture.
 
@@ -64,28 +57,27 @@ def show_plan(run: str, budget: str | None, console: Console) -> None:
     if chosen is not None:
         print_line(console, chosen.line)
     try:
-        shown = open_plan(run, budget)
+        planning = open_plan(run, budget)
     except RecipeError as error:
         if chosen is None or budget is not None:
             raise
         print_line(console, str(error))
         return
-    planning = shown.planning
     print_line(console, planning.describe())
     console.print()
     console.print(plan_table(plan_rows(planning.profile, planning.plan)))
     console.print()
-    console.print(alternatives_table(alternatives(shown)))
+    console.print(alternatives_table(alternatives(planning)))
     console.print()
-    print_line(console, _draw(shown))
+    name = "plan" if budget is None else f"plan_{planning.plan.capacity_nbytes}"
+    print_line(console, _draw(planning, find_folder(user_path(run, "RUN")) / f"{name}.png"))
 
 
-def open_plan(run: str, budget: str | None) -> ShownPlan:
+def open_plan(run: str, budget: str | None) -> Planning:
     """Return the plan of a run, or one for another budget; arguments and errors as :func:`show_plan`."""
-    folder = find_folder(user_path(run, "RUN"))
-    planning = Planning.load(folder)
+    planning = Planning.load(find_folder(user_path(run, "RUN")))
     if budget is None:
-        return ShownPlan(planning, folder / "plan.png")
+        return planning
     try:
         nbytes = parse_nbytes(budget)
     except ValueError as error:
@@ -93,8 +85,7 @@ def open_plan(run: str, budget: str | None) -> ShownPlan:
     plan = make_plan(planning.profile, planning.hardware, nbytes)
     predicted = play(planning.profile, plan, planning.hardware)
     plan = replace(plan, capacity_nbytes=nbytes)  # it may be made for less
-    planning = replace(planning, plan=plan, predicted=predicted, measured=None)
-    return ShownPlan(planning, folder / f"plan_{nbytes}.png")
+    return replace(planning, plan=plan, predicted=predicted, measured=None)
 
 
 def find_folder(run: Path) -> Path:
@@ -126,9 +117,8 @@ class Alternative(NamedTuple):
     note: str = ""
 
 
-def alternatives(shown: ShownPlan) -> Iterator[Alternative]:
+def alternatives(planning: Planning) -> Iterator[Alternative]:
     """Yield the plan as predicted and measured, then the simple policies."""
-    planning = shown.planning
     capacity, hardware = planning.plan.capacity_nbytes, planning.hardware
     within = "" if capacity is None else f"within {format_nbytes(capacity)}"
     yield Alternative("the plan, predicted", planning.predicted, within)
@@ -241,25 +231,25 @@ def _size(nbytes: int) -> str:
     return format_nbytes(nbytes) if nbytes else ""
 
 
-def _draw(shown: ShownPlan) -> str:
+def _draw(planning: Planning, picture: Path) -> str:
     """Write the picture; return a line with its path, or with the reason why there is none."""
-    profile, plan, hardware = shown.planning.profile, shown.planning.plan, shown.planning.hardware
+    profile, plan, hardware = planning.profile, planning.plan, planning.hardware
     kept, planned = StepTimeline(), StepTimeline()
     play(profile, ActivationPlan("keep"), hardware, kept)
     play(profile, plan, hardware, planned)
     lanes = {"stall": planned.stalls, "recompute": planned.recomputed, **planned.channels}
-    folder = shown.picture.parent
+    folder = picture.parent
     run = (folder.parent if folder.name == FOLDER else folder).resolve().name
     title = f"One step with the plan of {run}, as predicted"
     capacity = plan.capacity_nbytes
     try:
-        draw_memory(shown.picture, kept.memory, planned.memory, lanes, capacity_nbytes=capacity, title=title)
+        draw_memory(picture, kept.memory, planned.memory, lanes, capacity_nbytes=capacity, title=title)
     except ImportError:
         return "the picture needs matplotlib: pip install 'infinity-offload[plots]'"
     except OSError as error:
         why = error.strerror or error  # matplotlib's own errors have no number
-        raise InfinityError(f"{shown.picture}: the picture cannot be written: {why}") from error
-    return f"memory over the step, without and with the plan: {shown.picture}"
+        raise InfinityError(f"{picture}: the picture cannot be written: {why}") from error
+    return f"memory over the step, without and with the plan: {picture}"
 
 
 def draw_memory(

@@ -16,6 +16,11 @@ blocks are given (angles, masks) is one for all sequences without positions or a
 Experts run once for all micro-batches (:mod:`infinity.engine.expert_blocks`), and part by part; a plan has
 the smallest parts, those of one tile. So what exists while they run, or between them and the block's end,
 exists for all; in backward, too, from where they are recomputed. They are known by their grouped products.
+
+[Note: moves in a stretch of a step]
+A trace has one micro-batch, whose operators take as long as those of all. So values that leave in a block's
+forward leave when it begins, and what a block needs comes while it runs: its end waits for the last of it.
+The runtime moves one micro-batch after the other, each beside the compute of another.
 """
 
 import gc
@@ -28,6 +33,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from types import SimpleNamespace
@@ -45,6 +51,7 @@ from infinity.activations.controller import NamedBlock, recomputable_blocks, tra
 from infinity.activations.logits import Mode
 from infinity.activations.profiler import Profiler, tensors_in
 from infinity.activations.recompute import patched
+from infinity.activations.store import directly_moved_nbytes
 from infinity.activations.tensor_cache import LEAST_NBYTES, ActivationPolicy, PassRecord
 from infinity.core.errors import CheckpointError, library_errors
 from infinity.core.plan import Kind, Phase, Place, Profile, SlotKey
@@ -54,11 +61,10 @@ from infinity.partition.init_context import install_parameter_dict
 from infinity.partition.prefetcher import BackwardPins, Prefetcher
 from infinity.partition.tiles import TiledWeight, TileView, used_after
 from infinity.partition.unit import Segment, Unit, UnitIndex
-from infinity.planner.passing import PassingPlan
+from infinity.planner.passing import ON_THEIR_WAY, PassingPlan
 from infinity.planner.updates import Completions
-from infinity.predict.between import BlockSpan, kept_of, waiting
 from infinity.predict.operators import Operation, Touches
-from infinity.predict.step import StepTrace, TileUse
+from infinity.predict.step import StepTrace, Stored, TileUse
 from infinity.recipes.models import CausalLoss
 
 #: Operators that read a few rows of their first argument.
@@ -89,6 +95,73 @@ class Batch(NamedTuple):
     together: bool = False  # one of several that go through a block together
     scored: bool = False  # the model's head scores documents, in place of next tokens
     routed: int = MANY_TOKENS  # tokens that experts in tiles get together, of all its micro-batches
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSpan:
+    """Records a block's forward and backward, as operators ``[begin, end)`` and ``[backward, done)``."""
+
+    begin: int
+    end: int
+    backward: int
+    done: int
+    given: int  # bytes of one micro-batch that no other block is given
+    returned: int  # bytes that it returns for one micro-batch
+
+
+def waiting(spans: Sequence[BlockSpan], plan: PassingPlan) -> Iterator[tuple[int, int, int]]:
+    """Yield begin, end and bytes of what waits in device memory for all micro-batches but the running one.
+
+    Without values that are kept for backward, whose lives a record knows.
+    """
+    others = plan.slices - 1
+    held = min(others, plan.held)
+    for block, span in enumerate(spans):
+        # Gradients of what the block returned make place for those of what it was given.
+        yield span.backward, span.done, max(held * span.returned, (held if block else others) * span.given)
+        last = span is spans[-1]
+        until = spans[-1].backward if last else spans[block + 1].end
+        # What tails take make place for its gradient.
+        beyond = held - min(others, kept_of(plan, block))
+        if last or beyond > 0:
+            number = held if last else beyond
+            yield span.end, until, number * span.returned
+    if spans and plan.leaves:
+        yield spans[0].begin, spans[0].done, ON_THEIR_WAY * plan.nbytes
+
+
+def kept_of(plan: PassingPlan, block: int) -> int:
+    """Return for how many micro-batches a block's output stays in device memory until backward."""
+    return sum(plan.value(block * plan.slices + index) is Place.KEEP for index in range(plan.slices))
+
+
+def moves(
+    spans: Sequence[BlockSpan], plan: PassingPlan, position: Callable[[int], int], *, on_accelerator: bool
+) -> Iterator[Stored]:
+    """Yield the moves of values and gradients; ``position`` returns the place of an operator in the trace."""
+    nbytes = plan.nbytes if on_accelerator else directly_moved_nbytes(plan.nbytes)
+
+    def moved(
+        places: list[Place], leaves: int | None, comes: tuple[int, int], has_room: bool
+    ) -> Iterator[Stored]:
+        load_at, asked_at = map(position, comes)
+        packed_at = None if leaves is None else position(leaves)
+        for place in (Place.HOST, Place.NVME):
+            if number := places.count(place):
+                on_nvme = place is Place.NVME
+                yield Stored(number * nbytes, packed_at, load_at, asked_at, on_nvme, has_room)
+
+    indices = range(plan.slices)
+    gradients = [plan.gradient(index) for index in indices]
+    for block, span in enumerate(spans):
+        values = [plan.value(block * plan.slices + index) for index in indices]
+        above = spans[block + 1] if block + 1 < len(spans) else None
+        # The tails take what the last block returned, in forward and in backward.
+        used = (span.end, span.backward - 1) if above is None else (above.backward, above.done - 1)
+        yield from moved(values, span.begin, used, True)
+        again = [place for index, place in enumerate(values) if not plan.is_held(index)]
+        yield from moved(again, None, used if above is None else (above.begin, above.end - 1), False)
+        yield from moved(gradients, used[0], (span.backward, span.done - 1), False)
 
 
 _attention = functional.scaled_dot_product_attention
@@ -452,20 +525,19 @@ def _passing(before: nn.Module, block: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _hooked(model: nn.Module, hooks: _RecordedHooks, left_out: Collection[nn.Module]) -> Iterator[None]:
-    before = {module: module._parameters for module in model.modules() if module not in left_out}
-    handles = []
     server = SimpleNamespace(touch=lambda param, _: hooks.touch(param), deep_copy=_never, check=_nothing)
-    for module, own in before.items():
-        module.__dict__["_parameters"] = {name: _read_in_tiles(param, hooks) for name, param in own.items()}
-        install_parameter_dict(module, server)
-        handles += register_forward_hooks(module, hooks.enter, hooks.leave)
-    try:
-        yield
-    finally:
-        for handle in (*handles, *hooks.taking):
-            handle.remove()
-        for module, own in before.items():
-            module.__dict__["_parameters"] = own
+    with ExitStack() as stack:
+        for module in [each for each in model.modules() if each not in left_out]:
+            params = {name: _read_in_tiles(param, hooks) for name, param in module._parameters.items()}
+            stack.enter_context(patched(module, "_parameters", params))
+            install_parameter_dict(module, server)
+            for handle in register_forward_hooks(module, hooks.enter, hooks.leave):
+                stack.callback(handle.remove)
+        try:
+            yield
+        finally:
+            for handle in hooks.taking:
+                handle.remove()
 
 
 def _read_in_tiles(param: nn.Parameter | None, hooks: _RecordedHooks) -> Any:

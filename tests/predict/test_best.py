@@ -13,8 +13,7 @@ from infinity.cli import main
 from infinity.core.config import SettingError
 from infinity.core.errors import BudgetError, RecipeError, StateError
 from infinity.predict import best as module
-from infinity.predict.best import FREE, find_best
-from infinity.predict.changes import changes, with_keys
+from infinity.predict.best import FREE, changes, find_best, with_keys
 from infinity.predict.dry_run import DryRun, dry_run
 from infinity.predict.machines import Machine, load_machine
 from infinity.predict.plan_recipe import show_recipe

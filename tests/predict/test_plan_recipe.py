@@ -20,7 +20,7 @@ from infinity.cli import main
 from infinity.core.errors import BudgetError, CheckpointError, RecipeError
 from infinity.observe.metrics import PredictedStep, View
 from infinity.predict import plan_recipe as module
-from infinity.predict.changes import Change, changes, ways_to_fit
+from infinity.predict.best import Change, changes, ways_to_fit
 from infinity.predict.dry_run import DryRun, dry_run
 from infinity.predict.machines import Machine, load_machine
 from infinity.predict.plan_recipe import cost_lines, predict, show_recipe
