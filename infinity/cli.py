@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from types import FrameType
 from typing import Any, NoReturn, TypeAlias
 
@@ -375,11 +375,8 @@ def _progress() -> Iterator[Callable[[str, int, int], object]]:
     """Yield what shows, on rank 0, how far a command is that may take long."""
     from infinity.observe.metrics import ProgressDisplay, View
 
-    view = ProgressDisplay(0) if launched().rank == 0 else View()
-    try:
+    with closing(ProgressDisplay(0) if launched().rank == 0 else View()) as view:
         yield view.progress
-    finally:
-        view.close()
 
 
 @_command(_RUN, _argument("dir", "DIR", "the new directory"))

@@ -22,10 +22,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from einops import rearrange
 from peft.tuners.lora import layer as peft_layer
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import Tensor, nn
 
+from infinity.activations.recompute import patched
 from infinity.checkpoint.directory import Stored
 from infinity.core.errors import RecipeError, did_you_mean
 from infinity.partition.builder import routers
@@ -129,7 +131,10 @@ class Factor(nn.Module):
 
     def __init__(self, shape: Sequence[int], *, is_first: bool, transposed: bool, std: float | None) -> None:
         super().__init__()
-        self.num_experts, self._is_first, self._transposed = shape[0], is_first, transposed
+        self.num_experts, self._is_first = shape[0], is_first
+        #: Dimensions of packed values, and of the matrix that peft saves of them.
+        packed = ("e i r", "e r o") if transposed else ("e r i", "e o r")
+        self._packed, self._matrix = (packed[0], "(e r) i") if is_first else (packed[1], "o (r e)")
         self._std = std  # of normal values; None: uniform ones, as of peft's layers
         self.stored: Stored | None = None  # where to read the values, as they are saved
         self.weight = nn.Parameter(torch.empty(shape, device="meta"))
@@ -154,22 +159,12 @@ class Factor(nn.Module):
 
     def as_matrix(self, values: Tensor) -> Tensor:
         """Return the values as peft saves them."""
-        if values.ndim == 2:
-            return values
-        values = values.transpose(1, 2) if self._transposed else values
-        if self._is_first:  # (experts, rank, in)
-            return values.reshape(-1, values.shape[-1])
-        return values.permute(1, 2, 0).reshape(values.shape[1], -1)  # of (experts, out, rank)
+        return values if values.ndim == 2 else rearrange(values, f"{self._packed} -> {self._matrix}")
 
     def of_matrix(self, matrix: Tensor) -> Tensor:
         """Return the factor whose values peft saved as ``matrix``."""
-        if self.weight.ndim == 2:
-            return matrix
-        if self._is_first:
-            values = matrix.view(self.num_experts, -1, matrix.shape[1])
-        else:
-            values = matrix.view(len(matrix), -1, self.num_experts).permute(2, 0, 1)
-        return values.transpose(1, 2) if self._transposed else values
+        pattern = f"{self._matrix} -> {self._packed}"
+        return matrix if self.weight.ndim == 2 else rearrange(matrix, pattern, e=self.num_experts)
 
 
 class ParamWrapper(peft_layer.ParamWrapper):  # type: ignore[misc]  # peft knows its wrapper by its class's name
@@ -205,11 +200,8 @@ class ParamWrapper(peft_layer.ParamWrapper):  # type: ignore[misc]  # peft knows
             left, right = (first, second) if self.is_left_first else (second, first)
             named = f"{type(module).__name__}.{name}"
             weight = AdaptedWeight(weight, left, right, self.scaling[adapter], named)
-        module.__dict__[name] = weight
-        try:
+        with patched(module, name, weight):
             yield
-        finally:
-            del module.__dict__[name]
 
 
 def name_experts(config: Any, model: nn.Module) -> None:

@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from infinity.activations.recompute import patched
 from infinity.api import optimizer as own
 from infinity.api.lora import adapter, check_adapter
 from infinity.checkpoint.directory import Checkpoint
@@ -409,14 +410,10 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     executor = runtime_of(model).executor()
     with uninterrupted:
         executor.divide_again(accumulates=True)
-    completions = executor.gradients.completions
-    before, completions.syncing = completions.syncing, False
-    try:
+    with patched(executor.gradients.completions, "syncing", False):
         yield
         executor.hooks.abort_backward()
         executor.gradients.take_unseen()
-    finally:
-        completions.syncing = before
 
 
 def on_gradient(model: nn.Module, fn: OnGradient) -> RemovableHandle:
@@ -495,12 +492,8 @@ def ema(model: nn.Module) -> Iterator[None]:
 
 def state_dict(model: nn.Module, *, every_rank: bool = False) -> dict[str, Any]:
     """Return ``model.state_dict()`` with full values on rank 0, or on every rank; every rank must call."""
-    values = runtime_of(model).values
-    before, values.every_rank = values.every_rank, every_rank
-    try:
+    with patched(runtime_of(model).values, "every_rank", every_rank):
         return model.state_dict()
-    finally:
-        values.every_rank = before
 
 
 def close(model: nn.Module, *, keep: bool = False) -> None:

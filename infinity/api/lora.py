@@ -281,19 +281,15 @@ def lora_groups(
     if name is not None:
         check_adapter(model, name)
         mine = {id(param) for param in parameters_by_adapter(model)[name]}
-    others: list[nn.Parameter] = []
-    fast = others if lr_ratio == 1 else []
-    vectors: list[nn.Parameter] = []
+    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for full_name, param in model.named_parameters():
         if param.requires_grad and (name is None or id(param) in mine):
-            is_b = "lora_B" in full_name or "lora_embedding_B" in full_name
-            group = vectors if param.ndim < 2 else fast if is_b else others
-            group.append(param)
-    groups = [(others, lr, weight_decay), (vectors, lr * lr_ratio, 0.0)]
-    if fast is not others:
-        groups.insert(1, (fast, lr * lr_ratio, weight_decay))
+            is_vector, is_b = param.ndim < 2, "lora_B" in full_name or "lora_embedding_B" in full_name
+            groups.setdefault((is_vector, is_vector or (is_b and lr_ratio != 1)), []).append(param)
+    rates, decays = (lr, lr * lr_ratio), (weight_decay, 0.0)
     return [
-        {"params": each, "lr": rate, "weight_decay": decay, **key} for each, rate, decay in groups if each
+        {"params": groups[each], "lr": rates[each[1]], "weight_decay": decays[each[0]], **key}
+        for each in sorted(groups)
     ]
 
 
@@ -341,9 +337,7 @@ _adapters: weakref.WeakKeyDictionary[Runtime, Adapters] = weakref.WeakKeyDiction
 def adapters_of(model: nn.Module) -> Adapters:
     """Return what is known of a model's adapters; it has no names if there are none."""
     runtime = runtime_of(model)
-    if runtime not in _adapters:
-        _adapters[runtime] = Adapters(runtime)
-    return _adapters[runtime]
+    return _adapters.setdefault(runtime, Adapters(runtime))
 
 
 def check_adapter(model: nn.Module, name: str) -> None:

@@ -37,12 +37,6 @@ def _is_late(each: Stateful) -> bool:
     return isinstance(wrapped, LRScheduler) or getattr(each, "steps_after_optimizer", False) is True
 
 
-def _of_these_groups(each: Stateful, state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of a learning-rate scheduler with what it has of each of its own parameter groups."""
-    own = getattr(each, "scheduler", each).state_dict()
-    return state | {name: value for name, value in own.items() if isinstance(value, list)}
-
-
 class Optimizer(torch.optim.Optimizer):
     """An update rule on the exact fp32 weights of a model that was built under ``infinity.Init``.
 
@@ -355,8 +349,9 @@ class Optimizer(torch.optim.Optimizer):
             state, others = {**state, "sums": {}}, ()
             groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
             for name, each in self._followed.items():
-                if _is_late(each) and name in followed:
-                    followed[name] = _of_these_groups(each, followed[name])
+                if _is_late(each) and name in followed:  # its lists are of these parameter groups
+                    own = getattr(each, "scheduler", each).state_dict().items()
+                    followed[name] = followed[name] | {k: v for k, v in own if isinstance(v, list)}
         if len(groups) != len(self.param_groups):
             raise StateError(
                 f"the interrupted run has {len(groups)} parameter groups, this optimizer "

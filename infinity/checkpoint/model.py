@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from infinity.activations.recompute import patched
 from infinity.checkpoint.directory import read_json_object
 from infinity.checkpoint.forms import read_quantization
 from infinity.core.errors import CheckpointError, library_errors, optional_package
@@ -210,21 +211,11 @@ def offline() -> Iterator[None]:
     from huggingface_hub import constants
     from transformers.integrations import hub_kernels
 
-    kernels: Any = hub_kernels
-    loader = vars(kernels).get("get_kernel_hub")  # not there without the package "kernels"
-    before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
-
     def refuse(name: str, **_: object) -> Any:
         raise ImportError(f"{name} is code of the hub, which infinity does not load")
 
-    kernels.get_kernel_hub = refuse
-    try:
+    with patched(constants, "HF_HUB_OFFLINE", True), patched(hub_kernels, "get_kernel_hub", refuse):
         yield
-    finally:
-        constants.HF_HUB_OFFLINE = before
-        del kernels.get_kernel_hub
-        if loader is not None:
-            kernels.get_kernel_hub = loader
 
 
 def check_counts(given: Any, where: Path, key: str = "") -> None:
