@@ -281,11 +281,11 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 
 #: The most lines of each room. A number rises only in a commit whose body says what left instead.
 ROOM_BUDGETS = {
-    "": 618,
+    "": 615,
     "activations": 3213,
-    "api": 4303,
-    "app": 2815,
-    "checkpoint": 4158,
+    "api": 4277,
+    "app": 2793,
+    "checkpoint": 4149,
     "comm": 1961,
     "core": 2291,
     "data": 2722,
@@ -293,11 +293,11 @@ ROOM_BUDGETS = {
     "engine": 5426,
     "integrations": 785,
     "nvme": 1213,
-    "observe": 986,
+    "observe": 983,
     "optim": 2930,
     "partition": 3078,
     "planner": 2663,
-    "predict": 5329,
+    "predict": 5269,
     "recipes": 1623,
     "shards": 5177,
 }
