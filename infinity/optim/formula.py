@@ -1,30 +1,47 @@
-"""The arithmetic of an update rule, read from its Python function, as source for numba and for CUDA C++.
+"""The arithmetic of an update rule, traced from its Python function, as source for numba and for CUDA C++.
 
-A rule's ``update`` is called with tensors where torch runs it. If it is a list of assignments and a return of
-what :data:`_ALLOWED` names, the same lines are compiled for one element, on the CPU and by CUDA. Constants
-are float32 there, as torch takes them beside a float32 tensor.
+A rule's ``update`` is called with tensors where torch runs it. If it does no more to what it is given than
+:data:`_SPELLED` and the functions here name, which torch.fx tells, the same operations are compiled for one
+element, on the CPU and by CUDA. Constants are float32 there, as torch takes them beside a float32 tensor.
 
 [Note: one spelling] Expressions, and what loads and stores an element, are spelled so that numba and C++ both
 read them: functions of these names are in :mod:`infinity.optim.kernels` and in ``elements.cu``.
 """
 
-import ast
 import functools
-import inspect
+import math
+import operator
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+from torch.fx.proxy import GraphAppendingTracer
 
 from infinity.device.accelerator import compile_kernel, rounds_roots
 from infinity.optim.state import Quantized, StateLayout
 
+F = TypeVar("F", bound=Callable[..., Any])
 
+
+def _operation(function: F) -> F:
+    """Let ``function`` be one operation of a formula."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **named: Any) -> Any:
+        traced = next((each for each in args if isinstance(each, fx.Proxy)), None)
+        if traced is None:
+            return function(*args, **named)
+        return traced.tracer.create_proxy("call_function", call, args, {})
+
+    return cast(F, call)
+
+
+@_operation
 def root(x: Tensor) -> Tensor:
     """Return the correctly rounded square root; ``Tensor.sqrt`` on a CPU may be off by one in the last place.
 
@@ -39,26 +56,25 @@ def root_in_float64(x: Tensor) -> Tensor:
     return x.double().sqrt_().float()
 
 
+@_operation
 def sign(x: Tensor) -> Tensor:
     """Return 1, 0 or -1, fp32; 0 for NaN."""
     return (x > 0).float() - (x < 0).float()
 
 
+@_operation
 def where(condition: Any, x: Any, y: Any) -> Any:
     """Return ``x`` where ``condition``, a comparison, holds, and ``y`` elsewhere."""
     return torch.where(condition, x, y)
 
 
-#: In expressions of update rules, beside ``+ - * /``, comparisons, names and numbers.
-_ALLOWED = root, sign, where
-_OPERATORS: Mapping[type, str] = {
-    ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/",
-    ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=",
+#: What an update rule may do to numbers, and how it is spelled.
+_SPELLED: Mapping[Any, str] = {
+    operator.add: "({} + {})", operator.sub: "({} - {})", operator.mul: "({} * {})",
+    operator.truediv: "({} / {})", operator.lt: "({} < {})", operator.le: "({} <= {})",
+    operator.gt: "({} > {})", operator.ge: "({} >= {})", operator.neg: "(-{})",
+    root: "root({})", sign: "sign({})", where: "where({}, {}, {})",
 }  # fmt: skip
-
-
-class NotElementwiseError(Exception):
-    """Raised for a construct that is no arithmetic of one element."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,36 +82,22 @@ class Formula:
     """Parameters, assignments in order, and results: see [Note: one spelling]."""
 
     parameters: tuple[str, ...]
-    lines: tuple[tuple[str, str], ...]  # name and expression
+    lines: tuple[tuple[str, str], ...]  # name, assigned once, and expression
     results: tuple[str, ...]
 
     @classmethod
-    def of(cls, function: Callable[..., Any]) -> "Formula":
-        """Read a function; NotElementwiseError says what cannot be compiled."""
+    def of(cls, function: Callable[..., tuple[Any, ...]], count: int) -> "Formula | None":
+        """Return what a function of ``count`` numbers computes; None: something that is not spelled."""
+        graph = fx.Graph()
+        given = [graph.placeholder(f"given{number}") for number in range(count)]
         try:
-            source = textwrap.dedent(inspect.getsource(function))
-        except (OSError, TypeError) as error:
-            raise NotElementwiseError("its source is not in a file") from error
-        [definition] = ast.parse(source).body
-        if not isinstance(definition, ast.FunctionDef):
-            raise NotElementwiseError("it is no function")
-        reader = _Reader(function.__globals__)
-        lines: list[tuple[str, str]] = []
-        for statement in definition.body:
-            match statement:
-                case ast.Expr(ast.Constant(str())):
-                    continue
-                case ast.Assign([ast.Name() as target], value):
-                    lines.append((reader.spelled(target), reader.spelled(value)))
-                case ast.AugAssign(ast.Name() as target, operator, value):
-                    lines.append((reader.spelled(target), reader.spelled(ast.BinOp(target, operator, value))))
-                case ast.Return(ast.Tuple(values)):
-                    results = tuple(map(reader.spelled, values))
-                case ast.Return(value) if value is not None:
-                    results = (reader.spelled(value),)
-                case _:
-                    raise NotElementwiseError(ast.unparse(statement).splitlines()[0])
-        return cls(tuple(f"own_{each.arg}" for each in definition.args.args), tuple(lines), results)
+            made = function(*(fx.Proxy(each, GraphAppendingTracer(graph)) for each in given))
+            results = tuple(_name(each.node if isinstance(each, fx.Proxy) else each) for each in made)
+            lines = ((node, _SPELLED[node.target]) for node in graph.nodes if node not in given)
+            spelled = tuple((_name(node), how.format(*map(_name, node.args))) for node, how in lines)
+        except Exception:  # of torch.fx, or of a function that asks more of what it is given
+            return None
+        return cls(tuple(map(_name, given)), spelled, results)
 
     def python(self, name: str) -> str:
         """Return the source of a function of float32 numbers for numba."""
@@ -105,10 +107,7 @@ class Formula:
 
     def cuda(self, name: str) -> str:
         """Return the source of a device function that takes the parameters and pointers to the results."""
-        known, body = set(self.parameters), list[str]()
-        for target, expression in self.lines:
-            body.append(f"{'' if target in known else 'float '}{target} = {expression};")
-            known.add(target)
+        body = [f"float {target} = {expression};" for target, expression in self.lines]
         outs = [f"out{number}_" for number in range(len(self.results))]
         body += [f"float new_{out} = {result};" for out, result in zip(outs, self.results, strict=True)]
         body += [f"*{out} = new_{out};" for out in outs]
@@ -155,33 +154,13 @@ def element_lines(layout: StateLayout) -> tuple[list[str], list[str]]:
     return loads, stores
 
 
-class _Reader:
-    def __init__(self, names: Mapping[str, Any]) -> None:
-        self._names = names
-
-    def spelled(self, node: ast.expr) -> str:
-        match node:
-            case ast.Name(name):  # of the rule: what it is compiled with, and C++, have names, too
-                return f"own_{name}"
-            case ast.Constant(int() | float() as value):
-                return f"f32({np.float32(value).item()!r})"
-            case ast.UnaryOp(ast.USub(), operand):
-                return f"(-{self.spelled(operand)})"
-            case ast.BinOp(left, operator, right) | ast.Compare(left, [operator], [right]) if (
-                type(operator) in _OPERATORS
-            ):
-                return f"({self.spelled(left)} {_OPERATORS[type(operator)]} {self.spelled(right)})"
-            case ast.Call(function, arguments, []) if (called := self._called(function)) in _ALLOWED:
-                return f"{called.__name__}({', '.join(map(self.spelled, arguments))})"
-        raise NotElementwiseError(ast.unparse(node))
-
-    def _called(self, node: ast.expr) -> Any:
-        match node:
-            case ast.Name(name):
-                return self._names.get(name)
-            case ast.Attribute(ast.Name(module), name):
-                return getattr(self._names.get(module), name, None)
-        return None
+def _name(value: Any) -> str:
+    """Return the name of a node, or a constant; ValueError or TypeError: it is no finite number."""
+    if isinstance(value, fx.Node):
+        return f"own_{value.name}"
+    if not math.isfinite(value):
+        raise ValueError(value)
+    return f"f32({np.float32(value).item()!r})"
 
 
 #: Threads of a block of a kernel, and elements of one launch: its numbers are 32 bits wide.

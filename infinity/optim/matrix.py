@@ -38,7 +38,7 @@ from torch import Size, Tensor, nn
 from infinity.core.config import SettingError, Valid
 from infinity.core.errors import StateError
 from infinity.optim.elementwise import ADAMW
-from infinity.optim.formula import Formula, NotElementwiseError, where
+from infinity.optim.formula import where
 from infinity.optim.rule import EMA, OFFSET, Averaged, Group, Kept, Place, Rule, Sums, Way
 from infinity.optim.state import Moment, StateLayout
 
@@ -276,17 +276,6 @@ class FirstPass(Rule):
         *rest, scale = moments_and_numbers
         made, *moments = self._rule.direction(grad, *rest)
         return made * scale, *moments
-
-    @functools.cached_property
-    def formula(self) -> Formula | None:
-        try:
-            inner = Formula.of(self._rule.direction)
-        except NotElementwiseError:
-            return None
-        made, *moments = inner.results
-        return Formula(
-            ("before_", *inner.parameters, "scale_"), inner.lines, (f"({made} * scale_)", *moments)
-        )
 
 
 class LastPass(Rule):

@@ -1,6 +1,6 @@
 """The update rule: an optimizer's moments, numbers and arithmetic, from which everything else follows.
 
-[Note: forms of a rule] :meth:`Rule.update` is called with tensors where torch runs it; read as a
+[Note: forms of a rule] :meth:`Rule.update` is called with tensors where torch runs it; traced as a
 :class:`infinity.optim.formula.Formula` it is compiled for one element, by numba on the CPU and by CUDA. All
 have the same operations in the same order, each of which every implementation rounds correctly (``+ - * /``
 and the square root; no multiply-add is fused). So all give the same bits, whole or in slices, on any number
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from infinity.core.config import SettingError, Valid
 from infinity.core.errors import did_you_mean
-from infinity.optim.formula import Formula, NotElementwiseError, elementwise_kernel
+from infinity.optim.formula import Formula, elementwise_kernel
 from infinity.optim.state import EXACT, STOCHASTIC, Moment, StateLayout, master_of, store_master
 
 #: Elements that the torch form takes at one time, and its float32 temporaries of that size.
@@ -133,17 +133,15 @@ class Rule(ABC):
 
         Weight (the exact one), gradient (clipped, and without a loss scale) and moments are float32 of equal
         shape, and each number is one of float32. Use only ``+ - * /`` and what
-        :mod:`infinity.optim.formula` has: see [Note: forms of a rule]. Assignments to names and a return are
-        compiled; of anything else torch runs what is written, which takes longer on the CPU.
+        :mod:`infinity.optim.formula` has: see [Note: forms of a rule]. That is compiled; where it does
+        something else, torch runs what is written, which takes longer on the CPU.
         """
 
     @cached_property
     def formula(self) -> Formula | None:
         """What :meth:`update` computes of one element; None: torch runs it."""
-        try:
-            return Formula.of(self.update)
-        except NotElementwiseError:
-            return None
+        count = 2 + len(self.moments) + len(self.numbers(self.idle, 1))
+        return Formula.of(self.update, count)
 
     @property
     def elementwise(self) -> "tuple[Rule, ...]":
@@ -325,15 +323,3 @@ class Averaged(Rule):
         after, *moments = self._rule.update(weight, grad, *rest)
         offset = offset + (weight - after)
         return after, *moments, offset - toward * offset
-
-    @cached_property
-    def formula(self) -> Formula | None:
-        inner, place = self._rule.formula, 2 + len(self._rule.moments)
-        if inner is None:
-            return None
-        given, (after, *moments) = inner.parameters, inner.results
-        offset = f"({OFFSET} + (before_ - after_))"
-        lines = [("before_", given[0]), *inner.lines, ("after_", after), (OFFSET, offset)]
-        result = f"({OFFSET} - (toward_ * {OFFSET}))"
-        taken = (*given[:place], OFFSET, *given[place:], "toward_")
-        return Formula(taken, tuple(lines), ("after_", *moments, result))
