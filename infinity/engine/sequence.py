@@ -23,6 +23,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from infinity.activations.recompute import node
 from infinity.comm.ranks import rank, world_size
 from infinity.core.config import SettingError
 from infinity.core.errors import RecipeError, StateError
@@ -101,6 +102,7 @@ class SequenceRanks:
 
     def exchange(self, given: Tensor) -> Tensor:
         """Return what the group's ranks give to this one, ``(count, ...)``; ``given`` is for each of them."""
+        given = given.contiguous()
         arrived = torch.empty_like(given)
         self._call("heads of attention", partial(dist.all_to_all_single, arrived, given))
         return arrived
@@ -293,22 +295,9 @@ def _with_sinks(
     return pad(query, (0, 0, 1, 0)), key, value, None if mask is None else pad(mask, (1, 0, 1, 0), value=True)
 
 
-class _Exchange(torch.autograd.Function):
-    """Exchanges values of each rank for each rank, ``(ranks, ...)``; gradients take the same way back."""
-
-    @staticmethod
-    def forward(ctx: Any, given: Tensor, ranks: SequenceRanks) -> Tensor:
-        ctx.ranks = ranks
-        return ranks.exchange(given)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return ctx.ranks.exchange(gradient.contiguous()), None
-
-
 def _exchanged(given: Tensor, ranks: SequenceRanks) -> Tensor:
-    found: Tensor = _Exchange.apply(given.contiguous(), ranks)  # type: ignore[no-untyped-call]
-    return found
+    """Exchange values of each rank for each rank, ``(ranks, ...)``; gradients take the same way back."""
+    return node(lambda: ranks.exchange(given), ranks.exchange, given)
 
 
 def _by_heads(given: Tensor, ranks: SequenceRanks) -> Tensor:
