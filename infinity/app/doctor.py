@@ -38,7 +38,7 @@ from infinity.core.files import shared_directory
 from infinity.core.nbytes import format_nbytes
 from infinity.core.process import Launch, find_meeting_point, launched
 from infinity.data.sources import find_files
-from infinity.device import accelerator, machine, numa
+from infinity.device import accelerator, machine
 from infinity.device.memory import measure_link
 from infinity.engine.device_budget import check_memory
 from infinity.nvme.probe import measure
@@ -121,7 +121,7 @@ class Examination:
             return {"name": f"{device}, {platform.machine()}"}
         free, total = accelerator.memory_nbytes(device)
         upload, download = measure_link(device)
-        node = numa.node_of_device(device)
+        node = machine.node_of_device(device)
         return {
             "name": f"{device}, {accelerator.name_of(device)}", "memory_nbytes": total, "free_nbytes": free,
             "NUMA_node": None if node < 0 else node, "upload_bytes_per_s": upload,
@@ -137,7 +137,7 @@ class Examination:
                 f"{local} ranks of this machine compute on {threads} threads each and have {cores} cores: "
                 f"set train.threads={max(1, cores // local)}, or leave it and OMP_NUM_THREADS out"
             )
-        return {"cores": cores, "ranks_here": local, "threads": threads, "NUMA_nodes": numa.count_nodes()}
+        return {"cores": cores, "ranks_here": local, "threads": threads, "NUMA_nodes": machine.count_nodes()}
 
     def _memory(self) -> dict[str, Any]:
         shm = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0

@@ -42,9 +42,8 @@ from infinity.core.lifecycle import UnitState
 from infinity.core.plan import Hardware, Place
 from infinity.core.process import OwnedStack, close_collected, uninterrupted, weakly
 from infinity.device.accelerator import bound_kernels, heap_line, memory_nbytes
-from infinity.device.machine import DTYPES, accumulate_in_fp16, choose_dtype, free_host_nbytes
+from infinity.device.machine import DTYPES, accumulate_in_fp16, bind_to_node, choose_dtype, free_host_nbytes
 from infinity.device.memory import Pool
-from infinity.device.numa import bind
 from infinity.engine.device_budget import check_memory
 from infinity.engine.executor import EngineConfig, StepExecutor, reduction_dtype
 from infinity.engine.full_values import FullValues
@@ -116,7 +115,7 @@ class Runtime:
             self.note(ranks.note)
         if ranks.rank == 0 and (line := leftovers_line(memory.nvme, self.run_id)):
             self.say(line)
-        if ranks.on_accelerator and memory.numa == "auto" and (line := bind(device, memory.nvme)):
+        if ranks.on_accelerator and memory.numa == "auto" and (line := bind_to_node(device, memory.nvme)):
             self.note(line)
         check_memory(memory, ranks)
         host_nbytes = ranks.least(memory.host or free_host_nbytes() // 2, "memory.host")

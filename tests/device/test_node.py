@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from infinity.device import accelerator, machine, numa
+from infinity.device import accelerator, machine
 
 DEVICE = torch.device("cuda", 1)
 #: Nodes, on a machine with four cores, of the devices at these addresses.
@@ -21,8 +21,8 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> dict[int, set[int]]:
     given: dict[int, set[int]] = {}
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
     monkeypatch.setattr(os, "sched_setaffinity", lambda task, cores: given.update({task: cores}))
-    monkeypatch.setattr(numa, "local_ranks", lambda: 2)
-    monkeypatch.setattr(numa, "share_of_cores", lambda: 2)
+    monkeypatch.setattr(machine, "local_ranks", lambda: 2)
+    monkeypatch.setattr(machine, "share_of_cores", lambda: 2)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     properties = [
         SimpleNamespace(pci_domain_id=0, pci_bus_id=0x17, pci_device_id=0),
@@ -58,7 +58,7 @@ def test_all_threads_of_a_rank_run_on_the_node_of_its_device(tmp_path, cores):
     ends = threading.Event()
     other = threading.Thread(target=ends.wait)
     other.start()
-    line = numa.bind(DEVICE, [], tree(tmp_path, ["0-1", "2-3"], (0, 1)))
+    line = machine.bind_to_node(DEVICE, [], tree(tmp_path, ["0-1", "2-3"], (0, 1)))
     ends.set()
     other.join()
     assert line == "cuda:1 is on NUMA node 1: its rank runs on the 2 cores there"
@@ -77,28 +77,28 @@ def test_all_threads_of_a_rank_run_on_the_node_of_its_device(tmp_path, cores):
     ],
 )
 def test_where_nothing_is_won_nothing_changes(tmp_path, cores, nodes, devices):
-    assert numa.bind(DEVICE, [str(tmp_path)], tree(tmp_path, nodes, devices, drive=0)) == ""
+    assert machine.bind_to_node(DEVICE, [str(tmp_path)], tree(tmp_path, nodes, devices, drive=0)) == ""
     assert not cores
 
 
 def test_a_device_that_tells_no_address_changes_nothing(tmp_path, cores, monkeypatch):
     monkeypatch.setattr(accelerator, "_module", lambda device: SimpleNamespace())
-    assert numa.bind(DEVICE, [], tree(tmp_path, ["0-1", "2-3"], (0, 1))) == ""
+    assert machine.bind_to_node(DEVICE, [], tree(tmp_path, ["0-1", "2-3"], (0, 1))) == ""
     assert not cores
 
 
 @pytest.mark.parametrize(("drive", "named"), [(0, True), (1, False), (-1, False)])
 def test_drives_of_other_nodes_are_named(tmp_path, cores, drive, named):
-    line = numa.bind(DEVICE, [f"{tmp_path}/later"], tree(tmp_path, ["0-1", "2-3"], (0, 1), drive))
+    line = machine.bind_to_node(DEVICE, [f"{tmp_path}/later"], tree(tmp_path, ["0-1", "2-3"], (0, 1), drive))
     assert line.endswith(f"; drives of other nodes: {tmp_path}/later") == named
 
 
 def test_a_rank_that_has_the_machine_to_itself_keeps_all_cores(tmp_path, cores, monkeypatch):
-    monkeypatch.setattr(numa, "local_ranks", lambda: 1)
-    monkeypatch.setattr(numa, "share_of_cores", lambda: 4)
-    assert numa.bind(DEVICE, [], tree(tmp_path, ["0-1", "2-3"], (0, 1))) == ""
+    monkeypatch.setattr(machine, "local_ranks", lambda: 1)
+    monkeypatch.setattr(machine, "share_of_cores", lambda: 4)
+    assert machine.bind_to_node(DEVICE, [], tree(tmp_path, ["0-1", "2-3"], (0, 1))) == ""
 
 
 def test_this_machine_is_read_without_error():
     assert isinstance(machine.share_of_cores(), int)
-    assert numa.bind(torch.device("cpu"), [os.curdir]) == ""
+    assert machine.bind_to_node(torch.device("cpu"), [os.curdir]) == ""
