@@ -40,7 +40,7 @@ from infinity.core.nbytes import BLOCK_NBYTES, Extent, Piece, Transfer, aligned,
 from infinity.device.machine import background_threads
 from infinity.device.memory import Lease
 from infinity.nvme.volume import read_piece
-from infinity.optim.state import StateLayout, store_master
+from infinity.optim.state import store_master
 from infinity.partition.unit import Chunk, Home, StoredForm, Unit
 from infinity.shards.storage import Storage, chunk_places
 
@@ -190,10 +190,6 @@ class BaseHome(Home):
             unit.stored = base.files.form(unit, self._step, partial(base.decode, unit, self._step))
 
     @property
-    def layout(self) -> StateLayout:
-        return self.base.store.layout
-
-    @property
     def tier(self) -> Tier:
         return Tier.NVME if self.stored_form is None else Tier.HOST
 
@@ -227,7 +223,7 @@ class BaseHome(Home):
         if unit.stored is None:
             make = partial(self.base.make, unit, self.base.steps(unit, start, memory.nbytes), out)
         else:
-            exact = self.layout.only(exact=True).complete((), len(out))
+            exact = self.base.store.layout.only(exact=True).complete((), len(out))
             first = unit.shard_start + start // unit.dtype.itemsize
             make = partial(self.base.copy_exact, unit, first, out, exact)
         return self.base.start(unit, make)
@@ -236,10 +232,10 @@ class BaseHome(Home):
         """Yield every chunk, read from the files; they cannot be written."""
         store, first = self.base.store, self._unit.shard_start
         for start, numel in chunk_places(self._unit.shard_numel, store.chunk_numel):
-            with store.pool.lease(self.layout.nbytes(numel), who="exact values") as lease:
-                weight, state = self.layout.chunk_views(lease.tensor, numel)
+            with store.pool.lease(store.layout.nbytes(numel), who="exact values") as lease:
+                weight, state = store.layout.chunk_views(lease.tensor, numel)
                 self.base.copy_exact(self._unit, first + start, weight, state)
-                self.layout.store_moments(state, None)
+                store.layout.store_moments(state, None)
                 yield start, weight, state
 
 

@@ -39,7 +39,7 @@ from infinity.shards.journal import (
     parts_of_commit,
     read_journal,
 )
-from infinity.shards.saved import PART_NBYTES, parts_of, pieces_of, write_piece
+from infinity.shards.saved import PART_NBYTES, files_in, parts_of, pieces_of, write_piece
 
 #: What a message is: its kind, the file, and the offset there, and the bytes that follow.
 _MESSAGE = struct.Struct("!BIQQ")
@@ -275,9 +275,8 @@ def clear_copies(folders: Sequence[Path], kept: Container[int] = ()) -> None:
 
     For when every rank has its own files of the commit with which it goes on.
     """
-    for path in (each for folder in folders for each in folder.glob("copy*")):
-        files = RankFiles.of(path)
-        if files is not None and files.rank not in kept:
+    for path, files in files_in(folders, "copy*"):
+        if files.rank not in kept:
             path.unlink(missing_ok=True)
 
 

@@ -60,15 +60,11 @@ class DiskHome(Home):
         self.versions = versions or [store.weights(places, unit.name)]
 
     @property
-    def layout(self) -> StateLayout:
-        return self.store.layout
-
-    @property
     def trains(self) -> bool:
         chunks = [chunk for version in self.versions for chunk in version.chunks]
-        if self.layout.moments:
+        if self.store.layout.moments:
             return all(chunk.moments.pieces for chunk in chunks)
-        exact = not self.layout.exact or all(chunk.exact.pieces for chunk in chunks)
+        exact = not self.store.layout.exact or all(chunk.exact.pieces for chunk in chunks)
         return exact and len(self.versions) >= min(2, self.store.versions)
 
     def at(self, place: int) -> Version:
@@ -130,21 +126,21 @@ class DiskHome(Home):
         store = self.store
         with ExitStack() as landing:
             for number, chunk in enumerate(self.committed.chunks):
-                nbytes = self.layout.nbytes(chunk.numel)
+                nbytes = self.store.layout.nbytes(chunk.numel)
                 lease = store.pool.try_lease(nbytes, who="exact values")
                 if lease is None:
                     landing.close()
                     lease = store.pool.lease(nbytes, who="exact values")
                 with ExitStack() as held:
                     held.callback(lease.release)
-                    weight, state = self.layout.chunk_views(lease.tensor, chunk.numel)
+                    weight, state = self.store.layout.chunk_views(lease.tensor, chunk.numel)
                     if read:
                         store.read(chunk, lease)
                     yield chunk.start, weight, state
                     if write:
                         # Room that was not written reads as zeros, which are no float16 masters.
-                        half = self.layout.dtype is torch.float16
-                        bits = (field.view(torch.int64) for field in state[: len(self.layout.exact)])
+                        half = self.store.layout.dtype is torch.float16
+                        bits = (field.view(torch.int64) for field in state[: len(self.store.layout.exact)])
                         if not chunk.exact.pieces and (half or any(bool(each.any()) for each in bits)):
                             chunk = self.add_exact(number)
                         for transfer in store.write(chunk, lease):

@@ -146,17 +146,22 @@ def find_saved(folders: Sequence[Path], ranks: Ranks, note: Callable[[str], obje
     return None
 
 
+def files_in(folders: Iterable[Path], pattern: str) -> Iterator[tuple[Path, RankFiles]]:
+    """Yield the files of ranks in these directories whose names match, without locks."""
+    for path in (path for folder in folders for path in sorted(folder.glob(pattern))):
+        if (files := RankFiles.of(path)) is not None:
+            yield path, files
+
+
 def _journals(folders: Iterable[Path]) -> list[tuple[RankFiles, Contents]]:
     """Return every journal, but those of a process that ended while it made the first files."""
     found = []
-    for path in (path for folder in folders for path in sorted(folder.glob("rank*.commits"))):
-        files = RankFiles.of(path)
-        if files is not None:
-            try:
-                found.append((files, read_journal(path)))
-            except CorruptJournalError as error:
-                if any(path.parent.glob(f"{files.stem}-*.bin")):
-                    found.append((files, Contents(path, problems=[str(error)])))
+    for path, files in files_in(folders, "rank*.commits"):
+        try:
+            found.append((files, read_journal(path)))
+        except CorruptJournalError as error:
+            if any(path.parent.glob(f"{files.stem}-*.bin")):
+                found.append((files, Contents(path, problems=[str(error)])))
     return found
 
 
@@ -173,28 +178,21 @@ def committed_step(folders: Sequence[Path]) -> int | None:
 
 def _without_journal(folders: Sequence[Path], journals: Container[RankFiles]) -> Path | None:
     """Return a data file of an interrupted run whose journal is in none of these directories."""
-    for path in (path for folder in folders for path in sorted(folder.glob("rank*.bin"))):
-        files = RankFiles.of(path)
-        if files and files not in journals and not finished_path(path.parent, files.rank).exists():
+    for path, files in files_in(folders, "rank*.bin"):
+        if files not in journals and not finished_path(path.parent, files.rank).exists():
             return path
     return None
 
 
-def clear(folders: Iterable[Path], ranks: Ranks, keep: int) -> None:
+def clear(folders: Sequence[Path], ranks: Ranks, keep: int) -> None:
     """Remove the files of all generations but ``keep``, also of former ranks, once all ranks have looked."""
-    for folder in folders:
-        for path in folder.glob("rank*"):
-            files = RankFiles.of(path)
-            if files is None or files.rank % ranks.world_size != ranks.rank or files.generation == keep:
-                continue
+    for path, files in files_in(folders, "*"):
+        own = files.kind == "copy" or files.rank % ranks.world_size == ranks.rank
+        if own and files.generation != keep:
             path.unlink(missing_ok=True)
-        for path in folder.glob("copy*"):
-            files = RankFiles.of(path)
-            if files is not None and files.generation != keep:
-                path.unlink(missing_ok=True)
-        for lock in folder.glob("rank*.lock"):
-            if not is_locked(lock):  # of a rank that is on another node now, or no more
-                lock.unlink(missing_ok=True)
+    for lock in (lock for folder in folders for lock in folder.glob("rank*.lock")):
+        if not is_locked(lock):  # of a rank that is on another node now, or no more
+            lock.unlink(missing_ok=True)
 
 
 def _most(value: int, ranks: Ranks) -> int:
@@ -353,10 +351,7 @@ def bring_back(folders: Sequence[Path], ranks: Ranks, note: Callable[[str], obje
 
 
 def _entries(folders: Sequence[Path]) -> Iterator[_Entry]:
-    for path in (path for folder in folders for path in sorted(folder.glob("*.commits"))):
-        files = RankFiles.of(path)
-        if files is None:
-            continue
+    for path, files in files_in(folders, "*.commits"):
         with contextlib.suppress(CorruptJournalError):
             for step, record in read_journal(path).commits.items():
                 if len(_data(files, record.drives, folders)) == record.drives:
