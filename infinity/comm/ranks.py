@@ -343,9 +343,8 @@ def all_ranks_or_raise(ranks: Ranks, what: str) -> Iterator[None]:
         failure = error
     several = ranks.world_size > 1 and not isinstance(failure, PeerError)
     if several and not ranks.least(failure is None, what):
-        told = ["" if failure is None else f"{type(failure).__name__}: {failure}"] * ranks.world_size
-        with peer_errors(what):
-            dist.all_gather_object(told, told[0])
+        own = "" if failure is None else f"{type(failure).__name__}: {failure}"
+        told = [own] if ranks.collectives is None else ranks.collectives.share_all(own, what)
         how = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(told) if text)
         failure = failure or PeerError(f"{what} failed: {how}")
     if failure is not None:

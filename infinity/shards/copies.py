@@ -10,23 +10,21 @@ that its rank has, and neither loses a version before the next commit is whole i
 
 import contextlib
 import hmac
-import json
 import mmap
 import os
+import pickle
 import secrets
 import socket
-import struct
 import threading
 import time
 import zlib
 from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
-from infinity.comm.ranks import Ranks, own_address, peer_errors
-from infinity.core.errors import DiskError, InfinityError, PeerError, first_line
+from infinity.comm.ranks import Ranks, own_address
+from infinity.core.errors import InfinityError, PeerError, first_line
 from infinity.core.files import create_file, open_found
 from infinity.core.nbytes import Extent, Piece
 from infinity.nvme.volume import Volume, open_direct, read_piece
@@ -39,11 +37,8 @@ from infinity.shards.journal import (
     parts_of_commit,
     read_journal,
 )
-from infinity.shards.saved import PART_NBYTES, files_in, parts_of, pieces_of, write_piece
+from infinity.shards.saved import PART_NBYTES, RunFiles, files_in, parts_of, pieces_of, write_piece
 
-#: What a message is: its kind, the file, and the offset there, and the bytes that follow.
-_MESSAGE = struct.Struct("!BIQQ")
-_BEGIN, _WRITE, _RETIRE, _COMMIT, _INVALIDATE = range(5)
 _TOKEN_NBYTES = 32
 #: The longest silence of the rank whose copy is here, at the end, that is waited for (s).
 _FAREWELL_S = 5.0
@@ -53,26 +48,23 @@ class Copies:
     """Copies this rank's commits to the rank one node further, and keeps those of the rank one node before.
 
     All ranks construct one together. The journal's thread calls what sends; another thread keeps.
-    ``check`` compares bytes that were read back with their sums; ``held`` is the commit that the run went on
-    with in the rank's own files.
+    ``check`` compares bytes that were read back with their sums.
     """
 
     def __init__(
-        self, ranks: Ranks, per_node: int, volume: Volume, folders: Sequence[Path], owner: RankFiles, *,
-        held: CommitRecord | None, check: Callable[[Extent, memoryview], object], synced: bool,
+        self, ranks: Ranks, per_node: int, volume: Volume, files: RunFiles, *,
+        check: Callable[[Extent, memoryview], object], synced: bool,
     ) -> None:  # fmt: skip
         self.nbytes = 0  # that were sent
-        self._volume, self._owner, self._check, self._held = volume, owner, check, held
+        self._volume, self._owner, self._check, self._held = volume, files.owner, check, files.held
         self._sent: set[tuple[int, Piece]] | None = None  # what the copy has, by unit; None: not begun
         self._buffer = mmap.mmap(-1, PART_NBYTES)
         token, server = secrets.token_hex(_TOKEN_NBYTES // 2), socket.create_server(("", 0), backlog=4)
-        self._keeper = _Keeper(server, token.encode(), folders, synced=synced)
-        everyone: list[Any] = [None] * ranks.world_size
-        with peer_errors("meeting for copies of commits"):
-            dist.all_gather_object(everyone, (own_address(), server.getsockname()[1], token))
+        self._keeper = _Keeper(server, token.encode(), files.folders, synced=synced)
         self._target = (ranks.rank + per_node) % ranks.world_size
-        address, port, token = everyone[self._target]
+        own = own_address(), server.getsockname()[1], token
         assert ranks.collectives is not None
+        address, port, token = ranks.collectives.share_all(own, "copies of commits")[self._target]
         with self._talking():
             patience_s = ranks.collectives.peers.timeout_s
             self._to = socket.create_connection((address, port), timeout=patience_s)
@@ -83,13 +75,12 @@ class Copies:
         with self._talking():
             sent = self._begin(record) if self._sent is None else self._sent
             if retires:
-                self._ask(_RETIRE, {})
+                self._ask("give_up", "retire")
             now = pieces_of(record)
             for _, piece in sorted(now - sent, key=lambda each: (each[1].file, each[1].offset)):
                 self._send(piece)
-            parts = [*parts_of_commit(record), *sums]
             sizes = [os.fstat(self._volume.fd(drive)).st_size for drive in range(record.drives)]
-            self._ask(_COMMIT, {"sizes": sizes, "parts": [*map(len, parts)]}, *parts)
+            self._ask("commit", sizes, *parts_of_commit(record), *sums)
             self._sent = now
 
     def invalidate(self) -> None:
@@ -99,17 +90,14 @@ class Copies:
         with self._talking():
             if self._sent is None and self._held is not None:
                 self._begin(self._held)
-            self._ask(_INVALIDATE, {})
+            self._ask("give_up", "invalidate")
             self._sent = set()
 
     def _begin(self, record: CommitRecord) -> set[tuple[int, Piece]]:
         """Return what the copy has: all of the commit with which this rank went on, or nothing."""
-        held, owner = self._held, self._owner
-        about = {
-            "owner": [owner.rank, owner.generation, owner.run], "drives": record.drives,
-            "step": -1 if held is None else held.step, "crc": 0 if held is None else _crc(held),
-        }  # fmt: skip
-        has_it = self._ask(_BEGIN, about)
+        held, files = self._held, replace(self._owner, kind="copy")
+        found = -1 if held is None else held.step, 0 if held is None else _crc(held)
+        has_it = self._ask("begin", files, record.drives, *found)
         return pieces_of(held) if has_it and held is not None else set()
 
     def _send(self, piece: Piece) -> None:
@@ -117,18 +105,14 @@ class Copies:
             with memoryview(self._buffer) as memory, memory[: part.nbytes] as view:
                 read_piece(self._volume.fd(part.file), self._volume.path(part.file), part, view)
                 self._check(Extent((part,)), view)
-                self._to.sendall(_MESSAGE.pack(_WRITE, part.file, part.offset, part.nbytes))
+                _send(self._to, ("write", part))
                 self._to.sendall(view)
             self.nbytes += part.nbytes
 
-    def _ask(self, kind: int, about: dict[str, Any], *more: bytes) -> bool:
-        """Send a message, and return what the other rank answers; raise what it could not do."""
-        text = json.dumps(about).encode()
-        self._to.sendall(_MESSAGE.pack(kind, 0, 0, len(text)) + text)
-        for part in more:
-            self._to.sendall(part)
-        told = _received(self._to, int.from_bytes(_received(self._to, 4)))
-        answer = json.loads(told)
+    def _ask(self, what: str, *given: Any) -> bool:
+        """Have the other rank's keeper do something, and return what it answers; raise what it could not."""
+        _send(self._to, (what, *given))
+        answer = _received(self._to)
         if isinstance(answer, str):
             raise PeerError(f"rank {self._target} could not keep the copy of this rank's commit: {answer}")
         return bool(answer)
@@ -162,6 +146,7 @@ class _Keeper:
         self._heard_s = 0.0  # when the other rank sent something
         self._journal: Journal | None = None
         self._fds: list[int] = []
+        self._buffer = mmap.mmap(-1, PART_NBYTES)  # aligned, for O_DIRECT
         self._thread = threading.Thread(target=self._main, name="infinity-copies", daemon=True)
         self._thread.start()
 
@@ -169,58 +154,52 @@ class _Keeper:
         with contextlib.suppress(OSError, EOFError):  # the other rank ended, or this one closes
             while True:
                 self._from, _ = self._server.accept()
-                if hmac.compare_digest(_received(self._from, _TOKEN_NBYTES), self._token):
+                if hmac.compare_digest(_bytes(self._from, _TOKEN_NBYTES), self._token):
                     break
                 self._from.close()
             self._keep(self._from)
 
     def _keep(self, other: socket.socket) -> None:
-        memory, failed = memoryview(mmap.mmap(-1, PART_NBYTES)), ""  # aligned, for O_DIRECT
+        failed = ""
         while True:
-            kind, file, offset, nbytes = _MESSAGE.unpack(_received(other, _MESSAGE.size))
+            what, *given = _received(other)
             self._heard_s = time.monotonic()
-            if kind == _WRITE:
-                _receive_into(other, memory[:nbytes])
-                failed = failed or self._write(file, offset, memory[:nbytes])
-                continue
-            about = json.loads(_received(other, nbytes))
-            parts = [_received(other, each) for each in about.get("parts", ())]
+            if what == "write":
+                _receive_into(other, memoryview(self._buffer)[: given[0].nbytes])
             answer: bool | str = failed
             if not failed:
                 try:
-                    answer = self._do(kind, about, parts)
+                    answer = getattr(self, f"_{what}")(*given)
                 except (InfinityError, OSError) as error:
                     answer = failed = str(error)
-            told = json.dumps(answer).encode()
-            other.sendall(len(told).to_bytes(4, "big") + told)
+            if what != "write":
+                _send(other, answer)
 
-    def _write(self, file: int, offset: int, view: memoryview) -> str:
-        folder = self._folders[file % len(self._folders)]
-        try:
-            write_piece(self._fds[file], folder, Piece(file, offset, len(view)), view)
-        except DiskError as error:
-            return str(error)
-        return ""
+    def _write(self, part: Piece) -> bool:
+        folder = self._folders[part.file % len(self._folders)]
+        with memoryview(self._buffer) as memory, memory[: part.nbytes] as view:
+            write_piece(self._fds[part.file], folder, part, view)
+        return True
 
-    def _do(self, kind: int, about: dict[str, Any], parts: Sequence[bytes]) -> bool:
-        if kind == _BEGIN:
-            return self._begin(**about)
+    def _give_up(self, how: str) -> bool:
+        """Retire or invalidate commits, if there are any."""
+        if self._journal is not None and self._journal.numbers:
+            getattr(self._journal, how)()
+        return True
+
+    def _commit(self, sizes: Sequence[int], body: bytes, state: bytes, *sums: bytes) -> bool:
         assert self._journal is not None
-        if kind in (_RETIRE, _INVALIDATE):
-            if self._journal.numbers:
-                self._journal.retire() if kind == _RETIRE else self._journal.invalidate()
-            return True
-        for fd, size in zip(self._fds, about["sizes"], strict=True):
+        for fd, size in zip(self._fds, sizes, strict=True):
             if os.fstat(fd).st_size < size:
                 os.ftruncate(fd, size)
             if self._synced:
                 os.fdatasync(fd)
-        self._journal.append(commit_of_parts(0, *parts[:2]), parts[2:])
+        self._journal.append(commit_of_parts(0, body, state), sums)
         return True
 
-    def _begin(self, owner: Sequence[int], drives: int, step: int, crc: int) -> bool:
+    def _begin(self, files: RankFiles, drives: int, step: int, crc: int) -> bool:
         """Open the copy, which stays if it has this commit; else it begins anew."""
-        files, found = RankFiles(owner[0], owner[1], owner[2], "copy"), None
+        found = None
         with contextlib.suppress(CorruptJournalError, OSError):
             found = read_journal(self._folders[0] / files.journal).commits.get(step)
         names = [self._folders[drive % len(self._folders)] / files.data(drive) for drive in range(drives)]
@@ -264,10 +243,20 @@ def _receive_into(other: socket.socket, view: memoryview) -> None:
         got += count
 
 
-def _received(other: socket.socket, nbytes: int) -> bytes:
+def _bytes(other: socket.socket, nbytes: int) -> bytes:
     found = bytearray(nbytes)
     _receive_into(other, memoryview(found))
     return bytes(found)
+
+
+def _send(to: socket.socket, message: Any) -> None:
+    told = pickle.dumps(message)
+    to.sendall(len(told).to_bytes(8) + told)
+
+
+def _received(other: socket.socket) -> Any:
+    """Return a message of a rank, which has shown that it is one."""
+    return pickle.loads(_bytes(other, int.from_bytes(_bytes(other, 8))))
 
 
 def clear_copies(folders: Sequence[Path], kept: Container[int] = ()) -> None:
@@ -281,14 +270,14 @@ def clear_copies(folders: Sequence[Path], kept: Container[int] = ()) -> None:
 
 
 def open_copies(
-    owner: RankFiles, held: CommitRecord | None, folders: Sequence[Path], ranks: Ranks, volume: Volume,
-    check: Callable[[Extent, memoryview], object], note: Callable[[str], object], *, synced: bool,
+    files: RunFiles, ranks: Ranks, volume: Volume, check: Callable[[Extent, memoryview], object],
+    note: Callable[[str], object], *, synced: bool,
 ) -> Copies | None:  # fmt: skip
     """Return this rank's :class:`Copies`; None, and a note, where there is no second node. All ranks call."""
     per_node = 1 if ranks.collectives is None else ranks.collectives.nodes.per_node
     here = range(ranks.rank // per_node * per_node, ranks.world_size)[:per_node]
-    clear_copies(folders, {(each - per_node) % ranks.world_size for each in here} - {*here})
+    clear_copies(files.folders, {(each - per_node) % ranks.world_size for each in here} - {*here})
     if per_node == ranks.world_size:
         note("durability.copies=2: there is one node, so commits are on its drives only")
         return None
-    return Copies(ranks, per_node, volume, folders, owner, held=held, check=check, synced=synced)
+    return Copies(ranks, per_node, volume, files, check=check, synced=synced)

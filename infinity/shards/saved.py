@@ -322,12 +322,10 @@ def bring_back(folders: Sequence[Path], ranks: Ranks, note: Callable[[str], obje
     """
     mine = [*_entries(folders)]
     over = any(path for folder in folders for path in folder.glob("rank*.finished"))
-    everyone: list[Any] = [(over, mine)]
-    if ranks.world_size > 1:
-        everyone *= ranks.world_size
-        with peer_errors("looking for the interrupted run's files"):
-            dist.all_gather_object(everyone, (over, mine))
-    per_node = 1 if ranks.collectives is None else ranks.collectives.nodes.per_node
+    everyone, per_node = [(over, mine)], 1
+    if ranks.collectives is not None:
+        everyone = ranks.collectives.share_all((over, mine), "the interrupted run's files")
+        per_node = ranks.collectives.nodes.per_node
     if any(each for each, _ in everyone):
         return  # it may be over; find_saved() knows
     moves = _moves([entries for _, entries in everyone], per_node)
@@ -523,6 +521,8 @@ class RunFiles:
             stack.callback(self.journal.close)
         named = [directory.file(self.owner.data(drive)) for drive, directory in enumerate(directories)]
         self.paths: Sequence[Path] = named if own is None else own.data  # one on each drive
+        self.folders = [path.parent for path in self.paths]
+        self.held = None if own is None else own.record  # the commit with which the rank's files go on
 
     def _finish(self, directories: list[RunDirectory]) -> None:
         """Mark the run as over in every directory, before the first file goes."""

@@ -32,7 +32,7 @@ from infinity.observe.timeline import Timeline, WatchedEngine
 from infinity.optim.rule import Rule
 from infinity.optim.rules import CHUNK_NUMEL
 from infinity.optim.state import StateLayout, store_master
-from infinity.shards.copies import Copies, clear_copies, open_copies
+from infinity.shards.copies import clear_copies, open_copies
 from infinity.shards.journal import ChunkExtents, DurabilityConfig, Journal, Resume, Version
 from infinity.shards.saved import RunFiles, SavedRun
 from infinity.shards.verified import VerifiedEngine, load_sums
@@ -176,7 +176,7 @@ class Storage:
         files = RunFiles(self.memory, run_id, ranks, resume, self.stack, synced=synced, note=note)
         self.files, self.saved = files, files.saved
         own = None if files.saved is None else files.saved.own
-        weights = stripe_weights([path.parent for path in files.paths])
+        weights = stripe_weights(files.folders)
         self.volume = Volume(list(files.paths), weights, None if own is None else own.spaces)
         self.stack.callback(self.volume.close)
         for line in (*self.volume.notes, missing_huge_pages()):
@@ -196,9 +196,10 @@ class Storage:
             self.commits = files.journal
             self.commits.landed = partial(self._land_commit, len(files.paths), synced=synced)
             if durability.copies == 1:
-                clear_copies([path.parent for path in files.paths])
+                clear_copies(files.folders)
             else:
-                self.commits.copies = self._open_copies(files, ranks, note, synced=synced)
+                check = (lambda extent, memory: None) if self.sums is None else self.sums.check
+                self.commits.copies = open_copies(files, ranks, self.volume, check, note, synced=synced)
             if self.commits.copies is not None:
                 self.stack.callback(self.commits.copies.close)
             self.stack.callback(self.commits.close)  # before the files that it syncs
@@ -210,15 +211,6 @@ class Storage:
             self.volume, units_engine, self.host_pool, self.layout,
             versions=self.memory.versions, chunk_numel=self.chunk_numel,
         )  # fmt: skip
-
-    def _open_copies(
-        self, files: RunFiles, ranks: Ranks, note: Callable[[str], object], *, synced: bool
-    ) -> Copies | None:
-        assert self.volume is not None
-        held = None if files.saved is None or files.saved.own is None else files.saved.own.record
-        check = (lambda extent, memory: None) if self.sums is None else self.sums.check
-        folders = [path.parent for path in files.paths]
-        return open_copies(files.owner, held, folders, ranks, self.volume, check, note, synced=synced)
 
     def _land_commit(self, drives: int, *, synced: bool) -> list[bytes]:
         """Make what was written durable, and return each drive's sums of blocks; see :class:`Journal`."""
