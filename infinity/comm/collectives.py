@@ -308,10 +308,6 @@ class Collectives:
 
         self._submit("write", index, where, issue).wait()
 
-    def share(self, value: T, where: str) -> T:
-        """Return rank 0's ``value`` on every rank; blocks."""
-        return self.share_all(value, where)[0]
-
     def share_all(self, value: T, where: str) -> list[T]:
         """Return the ``value`` of each rank; blocks."""
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)

@@ -106,7 +106,7 @@ class Ranks:
         if self.collectives is None:
             made, kind, refused = agree(told, self.world_size, where)
         else:
-            made, kind, refused = self.collectives.share(told, where)
+            made, kind, refused = self.collectives.share_all(told, where)[0]
         if refused is not None:
             raise mine or kind(refused)
         return made  # type: ignore[no-any-return]

@@ -85,7 +85,7 @@ class NodeMemory:
         with suppress(OSError, AttributeError):  # a system without such files
             if rank == 0:
                 file = _new_file(word)
-        process, number, word = collectives.share((os.getpid(), file, word), "shared memory")
+        process, number, word = collectives.share_all((os.getpid(), file, word), "shared memory")[0]
         with suppress(OSError):  # other containers, whose processes cannot be seen, or too few addresses
             if rank > 0 and number >= 0:
                 file = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)

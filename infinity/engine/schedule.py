@@ -225,7 +225,7 @@ class Forward:
         parts, outputs = self._slices((args, kwargs)), list[Any]()
         for turn, slices in self._together(block):
             given = tree_map(lambda leaf: None if hasattr(leaf, "get_seq_length") else leaf, parts[slices])
-            run = partial(_run, block) if experts is None else Call(experts)
+            run = partial(run_block, block) if experts is None else Call(experts)
             with self.schedule.within(turn):
                 returned = recomputed_block(run, given, block)
             returned.reverse()
@@ -432,7 +432,7 @@ def without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {**kwargs, "use_cache": False} if "use_cache" in kwargs else kwargs
 
 
-def _run(block: nn.Module, given: Sequence[Arguments]) -> list[Any]:
+def run_block(block: nn.Module, given: Sequence[Arguments]) -> list[Any]:
     return [block(*args, **kwargs) for args, kwargs in given]
 
 

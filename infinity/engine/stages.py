@@ -42,7 +42,7 @@ from infinity.core.errors import StateError
 from infinity.core.lifecycle import Tier
 from infinity.core.process import weakly
 from infinity.engine.executor import StepExecutor
-from infinity.engine.schedule import Forward, LayerSchedule, recomputed_block, without_cache
+from infinity.engine.schedule import Forward, LayerSchedule, recomputed_block, run_block, without_cache
 
 _OTHERWISE = "Set train.stages=false"
 
@@ -243,7 +243,7 @@ class StagedForward(Forward):
                 source = rank if not number else stages.of(number - 1)
                 value = self._take(source, everyone[rank], number // stages.world_size, index)
                 given = tree_map_only(_Own, partial(_given, value), arguments[rank][micro])
-                returned = recomputed_block(partial(_run, block), given, block)
+                [returned] = recomputed_block(partial(run_block, block), [given], block)
                 _check_returned(returned, everyone[rank], block)
                 self._give(rank if block is blocks[-1] else stages.of(number + 1), returned)
         mine, last = everyone[stages.rank], stages.of(len(blocks) - 1)
@@ -290,11 +290,6 @@ class StagedForward(Forward):
 
 def _given(value: Any, _: _Own) -> Any:
     return value
-
-
-def _run(block: nn.Module, given: Any) -> Any:
-    args, kwargs = given
-    return block(*args, **kwargs)
 
 
 def _check_returned(returned: Any, told: Told, block: nn.Module) -> None:

@@ -56,7 +56,8 @@ class Copies:
         check: Callable[[Extent, memoryview], object], synced: bool,
     ) -> None:  # fmt: skip
         self.nbytes = 0  # that were sent
-        self._volume, self._owner, self._check, self._held = volume, files.owner, check, files.held
+        self._volume, self._owner, self._check = volume, files.owner, check
+        self._held = None if files.own is None else files.own.record  # with which the own files go on
         self._sent: set[tuple[int, Piece]] | None = None  # what the copy has, by unit; None: not begun
         self._buffer = mmap.mmap(-1, PART_NBYTES)
         token, server = secrets.token_hex(_TOKEN_NBYTES // 2), socket.create_server(("", 0), backlog=4)

@@ -513,7 +513,7 @@ class RunFiles:
             for folder in folders:
                 finished_path(folder, ranks.rank).unlink(missing_ok=True)  # of a run before
         self._looked, self.keep = True, self.saved is not None
-        own = None if self.saved is None else self.saved.own
+        self.own = own = None if self.saved is None else self.saved.own  # the rank's files, which go on
         # It comes before the data files: those without a journal are of a run that has it elsewhere.
         if resume is not None:
             folder = folders[0] if own is None else own.journal.parent
@@ -522,7 +522,6 @@ class RunFiles:
         named = [directory.file(self.owner.data(drive)) for drive, directory in enumerate(directories)]
         self.paths: Sequence[Path] = named if own is None else own.data  # one on each drive
         self.folders = [path.parent for path in self.paths]
-        self.held = None if own is None else own.record  # the commit with which the rank's files go on
 
     def _finish(self, directories: list[RunDirectory]) -> None:
         """Mark the run as over in every directory, before the first file goes."""

@@ -175,9 +175,8 @@ class Storage:
         synced = durability.survives == "power"
         files = RunFiles(self.memory, run_id, ranks, resume, self.stack, synced=synced, note=note)
         self.files, self.saved = files, files.saved
-        own = None if files.saved is None else files.saved.own
         weights = stripe_weights(files.folders)
-        self.volume = Volume(list(files.paths), weights, None if own is None else own.spaces)
+        self.volume = Volume(list(files.paths), weights, None if files.own is None else files.own.spaces)
         self.stack.callback(self.volume.close)
         for line in (*self.volume.notes, missing_huge_pages()):
             if line:
@@ -186,8 +185,8 @@ class Storage:
         if self.memory.verify:
             self.engine = self.sums = VerifiedEngine(self.engine, self.volume)
             self.sums.add(0, ranks.rank, len(files.paths))
-            if own is not None:
-                load_sums(self.sums, own, 0, note)
+            if files.own is not None:
+                load_sums(self.sums, files.own, 0, note)
         self.stack.callback(self.engine.close)
         units_engine = WatchedEngine(self.engine, timeline)
         if timeline.enabled:

@@ -26,14 +26,12 @@ from infinity.core.nbytes import BLOCK_NBYTES, Extent, Piece, Transfer, Transfer
 from infinity.device.machine import background_threads
 from infinity.nvme.volume import Volume, open_own
 from infinity.shards.journal import CorruptJournalError, read_sums
-from infinity.shards.saved import SavedRank, find_saved
+from infinity.shards.saved import PART_NBYTES, SavedRank, find_saved, parts_of
 
 Sums = Any  # numpy's, uint32, ``(blocks,)``
 
 #: Words of a block are summed side by side in this many lanes.
 _LANES = 64
-#: Bytes that :func:`verify` reads at one time.
-_READ_NBYTES = 8 * 2**20
 #: Damaged places of one rank that are listed, at most.
 _MOST_LISTED = 20
 
@@ -89,10 +87,9 @@ class VerifiedEngine:
             self.put(piece.file, first, sums_of(part, salt, first))
 
     def set_zeros(self, zeros: Piece) -> None:
-        memory = memoryview(bytearray(min(zeros.nbytes, _READ_NBYTES)))
-        for at in range(0, zeros.nbytes, len(memory)):
-            nbytes = min(len(memory), zeros.nbytes - at)
-            self.set(Extent((Piece(zeros.file, zeros.offset + at, nbytes),)), memory[:nbytes])
+        memory = memoryview(bytearray(min(zeros.nbytes, PART_NBYTES)))
+        for part in parts_of(zeros):
+            self.set(Extent((part,)), memory[: part.nbytes])
 
     def put(self, file: int, first: int, sums: Sums) -> None:
         with self._lock:
@@ -218,7 +215,7 @@ def _check_rank(saved: SavedRank) -> RankCheck:
         return check
     damage: list[str] = []
     with contextlib.ExitStack() as stack:
-        buffer = stack.enter_context(mmap.mmap(-1, _READ_NBYTES))  # aligned, for O_DIRECT
+        buffer = stack.enter_context(mmap.mmap(-1, PART_NBYTES))  # aligned, for O_DIRECT
         files = [open_own(path) for path in saved.data]
         for file in files:
             stack.callback(file.close)
@@ -239,8 +236,8 @@ def _bad_ranges(
     fd: int, piece: Piece, wanted: Sums, salt: int, buffer: mmap.mmap
 ) -> Iterator[tuple[int, int, str]]:
     """Yield offset, bytes and reason of each range in ``piece`` that is not what was written."""
-    for at in range(0, piece.nbytes, len(buffer)):
-        offset, nbytes = piece.offset + at, min(len(buffer), piece.nbytes - at)
+    for part in parts_of(piece):
+        offset, nbytes = part.offset, part.nbytes
         with memoryview(buffer) as view:
             try:
                 moved = os.preadv(fd, [view[:nbytes]], offset)
@@ -251,5 +248,5 @@ def _bad_ranges(
                 yield offset + moved, nbytes - moved, "are missing"
             first, whole = offset // BLOCK_NBYTES, moved // BLOCK_NBYTES * BLOCK_NBYTES
             found = sums_of(view[:whole], salt, first)
-        for begin, count in _different(found, wanted[at // BLOCK_NBYTES :]):
+        for begin, count in _different(found, wanted[(offset - piece.offset) // BLOCK_NBYTES :]):
             yield (first + begin) * BLOCK_NBYTES, count * BLOCK_NBYTES, "are not what was written"
