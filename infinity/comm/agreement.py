@@ -240,15 +240,10 @@ class Agreement:
         self._called = -1  # the exchange in which the others were told
         self.used = b""  # by any rank, as far as it is known, in the last collective
         self._peers, self._of_all_ranks = peers, of_all_ranks
-        self._order = KnownOrder(asks_reductions=asks_reductions)
+        self.order = KnownOrder(asks_reductions=asks_reductions)
         self._call, self._follows = Call(Want(0, 0), 0, ""), False
         self.serves = False
         self.turn = self._for_all(Want(0, 0))  # the last one
-
-    @property
-    def parted(self) -> bool:
-        """Whether ranks have been on different paths."""
-        return self._order.parted
 
     def _for_all(self, want: Want) -> Turn:
         return Turn(want, tuple(range(self._peers.world_size)), ends=want.kind == _REDUCE)
@@ -259,11 +254,11 @@ class Agreement:
         ``failure`` is why this rank cannot go on, which it has told the others. Raises it, a PeerError if
         another rank has failed, or a DivergenceError.
         """
-        self._order.done(self.turn)
+        self.order.done(self.turn)
         self._count += 1
         self._call, self.used = call, call.used
-        self._order.begin(call.step)
-        self._follows = self._order.expects(call.want)
+        self.order.begin(call.step)
+        self._follows = self.order.expects(call.want)
         if not self._follows:
             self.turn = self._ask(failure)
         elif failure is not None:
@@ -276,7 +271,7 @@ class Agreement:
         """Exchange headers in an expected collective, if another rank asks; raise as :meth:`reach`."""
         if self._follows and self._peers.asks(self.asked, self._count):
             self._follows = False
-            self._order.retract()
+            self.order.retract()
             self.turn = self._ask(begun=True)
 
     def call_others(self) -> None:
@@ -286,7 +281,7 @@ class Agreement:
             self._peers.ask(self.asked, self._count)
 
     def _ask(self, failure: BaseException | None = None, *, begun: bool = False) -> Turn:
-        call, order = self._call, self._order.digest
+        call, order = self._call, self.order.digest
         want = call.want
         mine = Header(
             want.kind, want.item, call.step, self._count, call.micro, int(failure is not None), int(begun),
@@ -299,7 +294,7 @@ class Agreement:
         turn = None
         if not failed and all(each[2:4] == mine[2:4] for each in headers):
             turn = Turn.of(headers, serves=self.serves)
-        if turn is not None and len(turn.ranks) < len(headers) and not self._order.may_do(turn):
+        if turn is not None and len(turn.ranks) < len(headers) and not self.order.may_do(turn):
             turn = None
         left = [rank for rank, header in enumerate(headers) if header.kind == _LEAVE]
         if turn is None and left and not failed:  # others want what needs it
@@ -330,9 +325,9 @@ class Agreement:
         if alike and len({header.kind for header in headers}) == 1:
             order = headers[0].order
             known = order > 0 and all(header.order == order for header in headers)
-            self._order.agreed(want, same=same, known=known)
+            self.order.agreed(want, same=same, known=known)
         else:
-            self._order.part(turn.want)
+            self.order.part(turn.want)
         if turn.want.kind in REDUCTIONS and not same:
             wanted = self._peers.rank in turn.ranks
             used = self._call.used if wanted else bytes(headers[turn.ranks[0]].numel)

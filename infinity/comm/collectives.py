@@ -365,7 +365,7 @@ class Collectives:
     def leave(self) -> None:
         """Serve other ranks until all have come here, if paths have differed; at most a while without any."""
         server = self.server
-        if server is None or not self._agreement.parted or self._closed or self.peers.error is not None:
+        if server is None or not self._agreement.order.parted or self._closed or self.peers.error is not None:
             return
         ended, before, call = threading.Event(), -1, Call(Want.of("leave", 0, b""), self._when, "leave")
 

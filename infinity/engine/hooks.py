@@ -120,30 +120,26 @@ class Frame:
     call: FrameType | None = None  # of the outermost call: see [Note: the outermost module]
 
 
-class Leaves:
-    """Knows the modules whose units are used as one on several ranks, and which of them backward is in."""
+class Uses:
+    """Knows the reaches of the modules of one model's units, until parameters are replaced.
 
-    def __init__(self, leaves: Mapping[nn.Module, tuple[Unit, ...]]) -> None:
-        self.of_module = leaves
-        self.of_unit = {unit.index: leaf for leaf in leaves.values() for unit in leaf}
-        self.calls: Counter[tuple[Unit, ...]] = Counter()  # since the last backward
-        self.current: tuple[Unit, ...] = ()  # the one that backward is in; empty: in none
+    Also the ``leaves``, modules whose units are used as one on several ranks, and which backward is in.
+    """
+
+    def __init__(self, units: UnitIndex, leaves: Mapping[nn.Module, tuple[Unit, ...]]) -> None:
+        self.leaves, self._units = leaves, units
+        self.leaf_of = {unit.index: leaf for leaf in leaves.values() for unit in leaf}
+        self.calls: Counter[tuple[Unit, ...]] = Counter()  # of leaves, since the last backward
+        self.current: tuple[Unit, ...] = ()  # the leaf that backward is in; empty: in none
+        self._reaches: weakref.WeakKeyDictionary[nn.Module, tuple[Reach, Reach]] = weakref.WeakKeyDictionary()
+        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # that ran,
+        self._around: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # and what is around blocks and heads
+        self._replaced = 0
 
     def leave(self, following: tuple[Unit, ...]) -> tuple[Unit, ...]:
         """Move on to the leaf that backward is in now; return the one that is over, if any."""
         left, self.current = self.current, following
         return () if left is following or self.calls[left] > 1 else left
-
-
-class Uses:
-    """Knows the reaches of the modules of one model's units, until parameters are replaced."""
-
-    def __init__(self, units: UnitIndex, leaves: Mapping[nn.Module, tuple[Unit, ...]]) -> None:
-        self.leaves, self._units = Leaves(leaves), units
-        self._reaches: weakref.WeakKeyDictionary[nn.Module, tuple[Reach, Reach]] = weakref.WeakKeyDictionary()
-        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # that ran,
-        self._around: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # and what is around blocks and heads
-        self._replaced = 0
 
     def look_into(self, model: nn.Module) -> None:
         """Find the modules around blocks, and around the head."""
@@ -163,7 +159,7 @@ class Uses:
             self._reaches.clear()
         if (found := self._reaches.get(module)) is None:
             inside = [*module.modules()]
-            around = module in self._around or any(each in self.leaves.of_module for each in inside)
+            around = module in self._around or any(each in self.leaves for each in inside)
             whole = Reach() if around else self._reach(inside)
             found = self._reaches[module] = self._reach([module]), whole
         return found
@@ -241,9 +237,9 @@ class Hooks:
             for each in self.stack:
                 each.pending = True
             return
-        if (leaf := self._uses.leaves.of_module.get(module)) is not None:
+        if (leaf := self._uses.leaves.get(module)) is not None:
             if torch.is_grad_enabled() and not again:
-                self._uses.leaves.calls[leaf] += 1
+                self._uses.calls[leaf] += 1
             for unit in leaf:
                 self._use(unit, frame)
             frame.leaf = True
@@ -365,7 +361,7 @@ class Hooks:
         if in_backward():  # see [Note: forwards inside a backward]
             self._use_in_backward(unit, recomputing=not self.logits.computing)
             return
-        one_use = unit.index in self._uses.leaves.of_unit or self.logits.computing
+        one_use = unit.index in self._uses.leaf_of or self.logits.computing
         if one_use and any(f.leaf and unit.index in f.pinned for f in self.stack):
             return
         self.prefetcher.use(unit.index)
@@ -539,8 +535,8 @@ class Hooks:
             torch.autograd.Variable._execution_engine.queue_callback(end)  # which alone holds it
 
     def _use_in_backward(self, unit: Unit, recomputing: bool = False) -> None:
-        leaf = self._uses.leaves.of_unit.get(unit.index, ())
-        if not recomputing or leaf is not self._uses.leaves.current:
+        leaf = self._uses.leaf_of.get(unit.index, ())
+        if not recomputing or leaf is not self._uses.current:
             self._move_to(() if recomputing else leaf)
         if leaf or recomputing:
             for each in leaf or (unit,):
@@ -554,7 +550,7 @@ class Hooks:
 
     def _move_to(self, leaf: tuple[Unit, ...]) -> None:
         """Note that backward is in ``leaf`` (empty: in none), and complete the one that it has left."""
-        if left := self._uses.leaves.leave(leaf):
+        if left := self._uses.leave(leaf):
             self.gradients.complete_together(left)
             for unit in left:  # those that are frozen
                 self.pins.unpin(unit.index)
@@ -562,7 +558,7 @@ class Hooks:
     @uninterrupted
     def _end_backward(self) -> None:
         self._move_to(())
-        for leaf, calls in self._uses.leaves.calls.items():
+        for leaf, calls in self._uses.calls.items():
             if calls > 1:  # its gradients come at the end
                 self.gradients.complete_together(leaf)
         self.gradients.end_backward()
@@ -579,8 +575,8 @@ class Hooks:
         while self._graphs:
             self._graphs.pop().clear()
         self.backward = None
-        self._uses.leaves.calls.clear()
-        self._uses.leaves.current = ()
+        self._uses.calls.clear()
+        self._uses.current = ()
         self.pins.drop()
 
     def _expect_gradients(self) -> None:
@@ -597,7 +593,7 @@ class Hooks:
         """Take the gradient of a parameter, given by its id, from autograd."""
         unit, segment = self.units.place_of(param)
         self._enter_backward()
-        self._move_to(self._uses.leaves.of_unit.get(unit.index, ()))
+        self._move_to(self._uses.leaf_of.get(unit.index, ()))
         self.gradients.receive(unit, segment, grad)
 
 
