@@ -22,7 +22,6 @@ parameter for each tile, alone in its unit. The model's own parameter is always 
 import ctypes
 import functools
 import math
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -49,18 +48,17 @@ class UpdateFuture(Transfer):
     def __init__(self, update: ShardUpdate) -> None:
         super().__init__()
         self.update = update
-        self.computed = threading.Event()  # the new weights exist, and it reads what it was given no more
+        self.computed = Transfer()  # ends when the new weights exist; it reads what it was given no more
 
     def wait_computed(self) -> None:
         """Return when the new weights exist, though they may not be on disk yet; raise the update's error."""
-        while not self.computed.wait(1.0):  # in slices: Ctrl-C must get through
-            pass
+        self.computed.wait()
         if self.done():
             self.wait()
 
     def finish(self, error: BaseException | None = None) -> None:
         super().finish(error)
-        self.computed.set()
+        self.computed.finish()
 
 
 #: The first element of a chunk in its shard, its weights, and the fields of its state.

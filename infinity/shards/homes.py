@@ -30,7 +30,7 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -217,7 +217,7 @@ class HostHome(Home):
 
     @property
     def is_on_device(self) -> bool:
-        return self.there is not None and (self.updating is None or self.updating.computed.is_set())
+        return self.there is not None and (self.updating is None or self.updating.computed.done())
 
     def updated_in_place(self) -> Callable[[], object]:
         own, buffer = super().updated_in_place(), self.leases[0].buffer
@@ -265,10 +265,10 @@ class HostHome(Home):
     def _blocks_of(self, chunk: ChunkExtents) -> Iterator[memoryview]:
         """Yield the memory of a chunk's weights, and of each field of its state, in whole blocks."""
         fields = StateField("weight", self.layout.dtype), *self.layout.fields
-        for values, field in zip(self.values(), fields, strict=False):  # the last ones may be missing
+        for values, of in zip(self.values(), fields, strict=False):  # the last ones may be missing
             memory = values.view(torch.uint8)
-            begin = memory.storage_offset() + chunk.start // field.per * field.dtype.itemsize
-            yield memory.as_strided((field.nbytes(chunk.numel),), (1,), begin).numpy().data
+            begin = memory.storage_offset() + chunk.start // of.per * of.dtype.itemsize
+            yield memory.as_strided((of.nbytes(chunk.numel),), (1,), begin).numpy().data
 
     def store_copy(
         self, store: ShardStore, next_place: Callable[[Unit], int], updated: Transfer | None
@@ -429,10 +429,6 @@ class DeviceShards:
         self.pool.close()
 
 
-#: Timeout of the training thread's waits for a snapshot, so that Ctrl-C gets through (s).
-_SLICE_S = 0.5
-
-
 @dataclass(slots=True)
 class Kept:
     """Describes where the values of one unit are that a snapshot keeps."""
@@ -443,6 +439,7 @@ class Kept:
     values: tuple[Tensor, ...] | None = None  # weights and state in host memory; None: only on NVMe
     place: int | None = None  # on NVMe, where `chunks` are; None: the values are only in host memory
     copy: Lease | None = None  # holds `values`, where they are the snapshot's own
+    read: Transfer = field(default_factory=Transfer)  # ends when they have been read, or will not be
 
 
 class Snapshot:
@@ -452,10 +449,11 @@ class Snapshot:
         self, storage: Storage, units: Iterable[Unit], landing: Mapping[int, Sequence[Transfer]]
     ) -> None:
         self._storage, self._layout = storage, storage.layout
-        self._changed = threading.Condition()  # guards what follows
+        self._lock = threading.RLock()  # guards what follows
         self.kept: dict[int, Kept] = {}  # by index of a unit that was not read yet
         self._room: Lease | None = None  # in which chunks are read
-        self._cancelled = self._busy = False
+        self._cancelled, self._reading = False, Transfer()  # the last read of a unit that began
+        self._reading.finish()
         for unit in units:
             home = unit.home
             kept = self.kept[unit.index] = Kept(home, landing[unit.index])
@@ -473,16 +471,17 @@ class Snapshot:
         They are valid until the next ones. Once for each unit: it may be overwritten afterwards. Raises a
         DiskError if a read failed, or the update that wrote the values, and a StateError after a close.
         """
-        with self._changed:
+        with self._lock:
             self._check()
-            kept, self._busy = self.kept[index], True
+            kept = self.kept[index]
+            self._reading = kept.read
         try:
             for transfer in kept.landing:
                 transfer.wait()
             for start, weight, state in () if kept.chunks else kept.home.chunks():
                 yield start, self._layout.full_values(weight, state)
             for chunk in kept.chunks:
-                with self._changed:
+                with self._lock:
                     self._check()
                     fields = None if kept.values is None else self._copies(kept.values, chunk)
                 if fields is not None:
@@ -492,7 +491,6 @@ class Snapshot:
                         yield chunk.start, self._layout.full_values(weight, saved)
             self._check()
         finally:
-            self._busy = False
             self._release(index)
 
     def _copies(self, values: Sequence[Tensor], chunk: ChunkExtents) -> tuple[Tensor, ...]:
@@ -506,21 +504,21 @@ class Snapshot:
             raise StateError("the model was closed while a checkpoint of it was saved")
 
     def _release(self, index: int) -> None:
-        with self._changed:
+        with self._lock:
             kept = self.kept.pop(index, None)
             if kept is not None and kept.copy is not None:
                 kept.copy.release()
             if not self.kept and self._room is not None:
                 self._room.release()
                 self._room = None
-            self._changed.notify_all()
+        if kept is not None:
+            kept.read.finish()
 
     def close(self) -> None:
         """Wait until nothing is read any more, and let every unit be overwritten. May be called twice."""
-        with self._changed:
+        with self._lock:
             self._cancelled = True
-            while self._busy:
-                self._changed.wait(_SLICE_S)
+        self._reading.wait()
         for index in list(self.kept):
             self._release(index)
 
@@ -531,7 +529,7 @@ class Snapshot:
 
     def preserve(self, index: int) -> None:
         """Wait until the values of a unit in host memory may be overwritten there."""
-        with self._changed:
+        with self._lock:
             kept = self.kept.get(index)
             if kept is None or kept.values is None or kept.copy is not None:
                 return
@@ -560,9 +558,8 @@ class Snapshot:
 
     def wait_for(self, index: int) -> None:
         """Wait until a unit has been read, or will not be."""
-        with self._changed:
-            while index in self.kept:
-                self._changed.wait(_SLICE_S)
+        if (kept := self.kept.get(index)) is not None:
+            kept.read.wait()
 
     def wait(self) -> None:
         """Wait until all units have been read, or will not be."""

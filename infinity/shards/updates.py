@@ -529,7 +529,7 @@ class Updates:
 
     def _computed(self, pending: PendingUpdate) -> None:
         self._on(pending, pending.update.computed)
-        pending.started.future.computed.set()
+        pending.started.future.computed.finish()
 
     def _landed(self, pending: PendingUpdate, error: BaseException | None) -> None:
         """End an update; called on the thread that ran it."""
