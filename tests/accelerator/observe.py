@@ -37,7 +37,7 @@ def install() -> None:
         return
     _shared.clear()
     for owner, name, around in (
-        (Ranks, "least", _exchanges), (Ranks, "sums", _exchanges), (NodeMemory, "slice", _slices),
+        (Ranks, "least", _exchanges), (Ranks, "each", _exchanges), (NodeMemory, "slice", _slices),
         (UnitMover, "_upload", _uploads),
         (QueuedEngine, "read", _reads), (QueuedEngine, "write", _writes), (Move, "wait", _sees),
         (Move, "done", _asks), (Move, "then", _follows), (rules.HostRule, "update", _updates),
