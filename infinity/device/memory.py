@@ -484,7 +484,7 @@ class CountingPool:
     def __init__(self, pool: Pool, stalls: Callable[[str, Callable[[], Lease]], Lease]) -> None:
         self._pool, self._stalls = pool, stalls
         self._held_back: list[Lease] = []
-        self.reclaim: Callable[[], None] = lambda: None  # gives back what may come later
+        self.reclaim: list[Callable[[], object]] = []  # calls that give back what may come later
 
     def hold_back(self, lease: Lease) -> None:
         """Keep a lease until :meth:`give_back`, or until a buffer does not fit beside it."""
@@ -501,7 +501,8 @@ class CountingPool:
         lease = self._pool.try_lease(nbytes, who=who)
         if lease is None:
             self.give_back()
-            self.reclaim()
+            for reclaim in self.reclaim:
+                reclaim()
             lease = self._stalls("update", lambda: self._pool.lease(nbytes, who=who))
         return lease
 

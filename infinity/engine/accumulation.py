@@ -367,7 +367,14 @@ class OffloadThread:
         self._leaving.append((order, gradient, self._telling(call, left)))
         self._threads.submit(self._leave_next, 1)
 
+    def make_room(self) -> None:
+        """Let what waits leave at once, if this is that thread: it is about to wait for their memory."""
+        while self._leaving and threading.get_ident() == self._ident:
+            self._leave_next()
+
     def _leave_next(self) -> None:
+        if not self._leaving:  # see make_room
+            return
         complete = [each for each in self._leaving if each[1].idle] or self._leaving[:1]
         self._leaving.remove(leaving := min(complete, key=operator.itemgetter(0)))
         leaving[-1]()
@@ -419,7 +426,7 @@ class Sums:
         self.in_parts: dict[int, Unit] = {}  # units whose gradients of this step came in parts, on any rank
         self.micro = 0  # backward passes of this step that are over
         self.lent: Lease | None = None  # of the queued reduction, until it begins; a part takes its room
-        pool.reclaim = self._leave_again
+        pool.reclaim.append(self._leave_again)
 
     def __contains__(self, index: int) -> bool:
         return index in self.here or index in self.away

@@ -105,6 +105,8 @@ class GradientPath:
         gradients = None if host is None else host.gradients
         run = None if self._beside is None else self._beside.run
         self.sums = Sums(pool, gradients, updates.stored_gradients, run)
+        if self._beside is not None:
+            pool.reclaim.append(self._beside.make_room)
 
     def begin(self, unit: Unit) -> Gradient:
         """Return what a backward pass adds a unit's gradient to: with one rank the sum of earlier ones."""

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from infinity.core.nbytes import Transfer
+from infinity.device.memory import CountingPool, HostPool
 from infinity.engine.accumulation import OffloadThread
 from infinity.engine.gradients import GradientPath
 from infinity.engine.runtime import runtime_of
@@ -36,6 +37,29 @@ def test_of_gradients_that_are_complete_the_one_that_is_needed_first_leaves_firs
         left.wait()
     thread.close()
     assert went == [0, 2, 3, 4, 5, 1]  # of those that are not complete the one that will be first
+
+
+def test_gradients_that_wait_to_leave_give_their_memory_to_a_sum_that_comes_back():
+    cpu, nbytes = torch.device("cpu"), 4096
+    memory, told = HostPool(nbytes, key="memory.device"), SimpleNamespace(device=cpu)
+    memory.patience_s = 1.0
+    mover: Any = SimpleNamespace(collectives=None, staging=told)
+    updates: Any = SimpleNamespace(
+        tiers=SimpleNamespace(reduce_dtype=torch.float32), stored_gradients=None,
+        announce=lambda left: None, on_failure=lambda error: None,
+    )  # fmt: skip
+    pool = CountingPool(memory, lambda cause, call: call())
+    path, gate, left = GradientPath(mover, updates, pool, None), threading.Event(), Transfer()
+    assert path._beside is not None
+    gradient = pool.lease(nbytes, who="a gradient of a unit in host memory")
+    path._beside.run(gate.wait)  # type: ignore[arg-type]
+    path._beside.leave(gradient.release, gradient, left, 1)
+    came = path._beside.run(lambda: pool.lease(nbytes, who="a sum that comes back").release())
+    gate.set()
+    came.wait()
+    left.wait()
+    path.close()
+    assert memory.leased_nbytes == 0
 
 
 @contextmanager

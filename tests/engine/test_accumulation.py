@@ -159,7 +159,7 @@ def test_a_sum_that_comes_for_a_reduction_keeps_its_memory_while_others_find_no_
     with ThreadPoolExecutor(2) as threads:
         taken = threads.submit(sums.take, unit)  # as the thread of collectives
         assert stored.waited_for.wait(10)
-        reclaimed = threads.submit(pool.reclaim)  # as the training thread, which finds no room
+        reclaimed = threads.submit(pool.reclaim[0])  # as the training thread, which finds no room
         stored.reads[0].finish()
         reclaimed.result(10)
         total = taken.result(10)
