@@ -285,11 +285,6 @@ class _Search:
             given = " and ".join(f"{key}={recipe.value(key)}" for key in sorted(SPLIT & fixed))
             raise RecipeError(f"{given}: wanted values that give {sequences} sequences a rank and step")
 
-    @property
-    def _recorded(self) -> int:
-        """Return the sequences of the micro-batch whose record others are scaled from."""
-        return self._splits()[0][0]
-
     def run(self, *, fixed_stay: bool = False) -> Best:
         as_written = self._try({})
         if _sequences(self.recipe) == self.sequences and not as_written.lacks:
@@ -446,7 +441,8 @@ class _Search:
         memory, layered = recipe.memory, recipe.train.schedule == "layer"
         by_plan = memory.activations == "auto" and memory.device is not None and not layered
         by_plan |= memory.activations in ("plan", "offload")  # from activations of their true size
-        return DryRun(self._model(recipe), recipe, self.machine, None if by_plan else self._recorded)
+        smallest = None if by_plan else self._splits()[0][0]  # whose record others are scaled from
+        return DryRun(self._model(recipe), recipe, self.machine, smallest)
 
     def _model(self, recipe: Recipe) -> ModelWithoutValues:
         tile = recipe.partition.tile

@@ -478,7 +478,7 @@ class DryRun(Layout):
         more = self.recipe.rows / self._sequences
         if more != 1:
             trace = replace(trace.scaled(more), peak_nbytes=round(more * trace.peak_nbytes))
-        return trace, functools.partial(record.profile, times.tolist())
+        return trace, functools.partial(record.recorded.profile, times.tolist(), 0.0)
 
     def _taken_together(self, trace: StepTrace) -> StepTrace:
         """Return the trace of all micro-batches, which go through each block together."""

@@ -244,7 +244,7 @@ class _Player:
             self._memory.give_back(self._updates.weights.pop(unit, 0))
             return
         if not self.setup.on_accelerator or unit in self._memory.updated:
-            self._updates.add(unit, nbytes, turn)
+            self._updates.take(self._updates.expect_gradient(unit, nbytes, turn))
             return
         lags, job = not self.setup.units[unit].on_nvme, self._updates.expect_gradient(unit, 0, turn)
         self._arriving += not lags
@@ -486,12 +486,11 @@ class _PlayedUpdates:
         coming = [u for u in order.coming(early=self._setup.early) if units[u].on_nvme and u in trained]
         self._proceed(self._queue.expect(Job(name=str(u), chunks=self._chunks(u)) for u in coming))
 
-    def add(self, unit: int, nbytes: int, turn: int) -> None:
-        """Add a unit's complete gradient, which has ``nbytes`` of device memory since ``turn``."""
-        self.take(self.expect_gradient(unit, nbytes, turn))
-
     def expect_gradient(self, unit: int, nbytes: int, turn: int) -> _PlayedUpdate:
-        """Add a unit whose gradient comes later, maybe after the commit."""
+        """Add a unit whose gradient comes later, maybe after the commit; or has come, as :meth:`take` says.
+
+        It has ``nbytes`` of device memory since ``turn``.
+        """
         setup = self._setup
         update = ShardUpdate(
             str(unit), early=setup.early and setup.units[unit].on_nvme, keeps=setup.clips,

@@ -54,7 +54,7 @@ from infinity.activations.recompute import patched
 from infinity.activations.store import directly_moved_nbytes
 from infinity.activations.tensor_cache import LEAST_NBYTES, ActivationPolicy, PassRecord
 from infinity.core.errors import CheckpointError, library_errors
-from infinity.core.plan import Kind, Phase, Place, Profile, SlotKey
+from infinity.core.plan import Kind, Phase, Place, SlotKey
 from infinity.engine.expert_blocks import Call, ExpertBlock
 from infinity.engine.hooks import Hooks, register_forward_hooks
 from infinity.partition.init_context import install_parameter_dict
@@ -222,10 +222,6 @@ class Record(Profiler):  # type: ignore[no-untyped-call]
             self._touches.note((*given_all, *tensors))
         self.rows.append((_flops(func, args, kwargs, result), float(nbytes), fp32, operation))
         return result
-
-    def profile(self, seconds: list[float]) -> Profile:
-        """Return the profile of a step whose operators take ``seconds``."""
-        return self.recorded.profile(seconds, 0.0)
 
     def peak_nbytes(self, passing: PassingPlan | None = None, group: int = 1) -> int:
         """Return the most bytes of the step's own storages at once; see [Note: micro-batches in a block].
