@@ -192,12 +192,11 @@ class ModelWithoutValues:
         again = like is not None and like.values.base is not None
         stored_as = nullcontext() if again else self._stored_as(path, recipe.model.stored_as)
         with no_collection(), stored_as as stored, torch.device("meta"):
-            if path is None:
-                with construction:
+            construction.late = None if path is None else self.values
+            with construction:
+                if path is None:
                     self.module: Any = GPT(recipe.model)
-            else:
-                construction.late = self.values
-                with construction:
+                else:
                     self.module = self._of_checkpoint(path, stored or path, recipe, like if again else None)
             if recipe.trains_adapters:
                 self.module.requires_grad_(False)
@@ -286,18 +285,16 @@ class ModelWithoutValues:
         how, dtype = loaded_as(recipe.train.task, recipe.model), DTYPES[self.dtype]
         auto_class, new, ignore = (how.pop(key, None) for key in ("auto_class", "new", "ignore"))
         config = read_config(path, how | ({"quantization_config": None} if isinstance(given, dict) else {}))
+        model = build_model(config, auto_class, dtype)
         if like is not None and like.values.base is not None:
             self.notes += like.notes
             self.values.sizes = like.values.sizes
-            model = build_model(config, auto_class, dtype)
             self.values.base = like.values.base.again(model)
             return model
         if not any(stored_in.glob("*.safetensors")):
             self.notes.append(f"{path} holds no weights: planned from its config.json")
-            model = build_model(config, auto_class, dtype)
         else:
             with Checkpoint(stored_in) as stored:
-                model = build_model(config, auto_class, dtype)
                 if recipe.trains_adapters and recipe.memory.nvme and stored.files:
                     # The headers of its files say what a frozen base is made of.
                     quantization = read_quantization(stored_in)
