@@ -297,31 +297,18 @@ class Adapters:
     """The adapters of one model, of which one at a time is used: see [Note: as if alone]."""
 
     def __init__(self, runtime: Runtime) -> None:
-        self._device = runtime.ranks.device
+        self.device = runtime.ranks.device
         self.choice = Choice()
         #: The states of the random generators, by name of the adapter.
         self.generators: dict[str, dict[str, Any]] = {}
 
     def add(self, name: str, model: nn.Module) -> None:
         """Take note of a new adapter, drawn just now; from the second one on the base is used without any."""
-        self.generators[name] = generator_states(self._device)
+        self.generators[name] = generator_states(self.device)
         if len(self.generators) > 1:
             self.choice = Choice()
             follow(model, self.choice)
             model.__dict__.update(set_adapter=_refused, disable_adapter=_refused)  # they freeze others
-
-    @contextlib.contextmanager
-    def used(self, name: str) -> Iterator[None]:
-        if names := self.choice.names:
-            raise StateError(f"adapter {name!r} inside a block of adapter {names[0]!r}: end that block first")
-        before = generator_states(self._device)
-        set_generator_states(self.generators[name], self._device)
-        try:
-            with self.choice.made(name):
-                yield
-        finally:
-            self.generators[name] = generator_states(self._device)
-            set_generator_states(before, self._device)
 
 
 def _refused(*args: Any, **kwargs: Any) -> None:
@@ -368,8 +355,19 @@ def adapter(model: nn.Module, name: str) -> Iterator[None]:
     """
     check_adapter(model, name)
     adapters = adapters_of(model)
-    with adapters.used(name) if len(adapters.generators) > 1 else contextlib.nullcontext():
+    if len(adapters.generators) == 1:
         yield
+        return
+    if names := adapters.choice.names:
+        raise StateError(f"adapter {name!r} inside a block of adapter {names[0]!r}: end that block first")
+    before = generator_states(adapters.device)
+    set_generator_states(adapters.generators[name], adapters.device)
+    try:
+        with adapters.choice.made(name):
+            yield
+    finally:
+        adapters.generators[name] = generator_states(adapters.device)
+        set_generator_states(before, adapters.device)
 
 
 def follow(model: nn.Module, choice: Choice) -> None:
