@@ -347,8 +347,9 @@ def _load(
             if base is not None:
                 files.pop_all()  # it closes them
         runtime.construction.late = runtime.tiers.base = None
-        if frozen:
-            values.freeze(runtime.units)
+        for _, segment in runtime.units.segments() if frozen else ():
+            if values.stored(segment.whole) is not None:
+                segment.whole.requires_grad_(False)
         values.compile_ahead(runtime.units, runtime.say)
         lines = values.notes() + lines + ([] if base is None else _describe_base(base, path, runtime))
         for line in lines if runtime.ranks.rank == 0 else ():

@@ -546,11 +546,6 @@ class CheckpointValues:
             if part is not None and given is not None:
                 self._values[id(segment.whole)] = [(each, StoredPart(s, part)) for each, s in given]
 
-    def freeze(self, units: UnitIndex) -> None:
-        for _, segment in units.segments():
-            if id(segment.whole) in self._values:
-                segment.whole.requires_grad_(False)
-
     def master(self, unit: Unit, start: int, stop: int) -> Tensor:
         """Return elements ``[start, stop)`` of the unit's full flat buffer, with zeros in gaps.
 

@@ -9,7 +9,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from itertools import takewhile
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -366,16 +365,12 @@ class MetricsFile(StepLines):
 
 def read_metrics(path: Path, last: int = sys.maxsize) -> Iterator[StepReport | Evaluation]:
     """Yield what a metrics file, if there is one, has up to step ``last``."""
-    lines = (_report_of(line) for line, _ in read_lines(path, last))
-    return takewhile(lambda line: line is not None, lines)  # type: ignore[arg-type]
-
-
-def _report_of(given: dict[str, Any]) -> StepReport | Evaluation | None:
-    try:
-        kind = StepReport if given["kind"] == "step" else Evaluation
-        return record_of(kind, given)  # type: ignore[no-any-return]  # older ones wrote less
-    except (KeyError, TypeError, ValueError, AttributeError):
-        return None
+    for given, _ in read_lines(path, last):
+        try:
+            found = record_of(StepReport if given["kind"] == "step" else Evaluation, given)
+        except (KeyError, TypeError, ValueError, AttributeError):
+            return
+        yield found  # older versions wrote less
 
 
 def finite(value: Any) -> Any:

@@ -58,10 +58,6 @@ _MEASURED_S, _STILL_FREE = 7 * 86_400.0, 0.95
 _IRRELEVANT = {"train.steps", "train.epochs", "train.log_every"}
 
 
-class _TooLongError(Exception):
-    """The limit of time is over."""
-
-
 def choose(
     recipe: Recipe, ranks: int, device: torch.device, say: Callable[[str], object] = lambda line: None
 ) -> Choice | None:
@@ -144,7 +140,7 @@ def _found(recipe: Recipe, ranks: int, device: torch.device, free: tuple[int, in
 
     def check(text: str) -> None:
         if time.monotonic() - began_s > limit_s:
-            raise _TooLongError(f"it takes longer than {limit_s:.3g} s")
+            raise TimeoutError(f"it takes longer than {limit_s:.3g} s")
 
     machine = _with_free_memory(_measured(recipe, device), free)
     found = find_best(recipe, machine, ranks, FREE - recipe.left_open, say=check, fixed_stay=True)
