@@ -86,8 +86,10 @@ def saved_tensors(model: nn.Module, named: Mapping[str, Tensor]) -> list[SavedTe
     own, trace = {name: named[name] for name in _without_aliases(model, named)}, Trace()
     made = {name: trace.stand_in(name, each.shape, each.dtype) for name, each in own.items()}
     if is_transformers(model):
+        from transformers.core_model_loading import revert_weight_conversion
+
         with trace:
-            made = _reverted(model, made)
+            made = revert_weight_conversion(model, made)
     together: dict[str, frozenset[str]] = {}  # what is converted with a tensor, itself among it
     for value in made.values():
         sources = trace.sources(value)
@@ -111,7 +113,9 @@ def convert(
     model: nn.Module, values: Mapping[str, Tensor], wanted: Iterable[TensorSpec]
 ) -> dict[str, Tensor]:
     """Convert tensors, given by the model's names, to those that are saved as ``wanted``."""
-    result = _reverted(model, dict(values))
+    from transformers.core_model_loading import revert_weight_conversion
+
+    result: dict[str, Tensor] = revert_weight_conversion(model, dict(values))
     got = {key: _spec(key, value) for key, value in result.items()}
     if got != {spec.key: spec for spec in wanted}:
         raise CheckpointError(
@@ -142,13 +146,6 @@ def _without_aliases(model: Any, named: Mapping[str, Tensor]) -> list[str]:
         return list(remove_tied_weights_from_state_dict(alike, model))
     except RuntimeError as error:
         raise CheckpointError(str(error)) from error
-
-
-def _reverted(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    from transformers.core_model_loading import revert_weight_conversion
-
-    result: dict[str, Any] = revert_weight_conversion(model, state)
-    return result
 
 
 def write_companions(model: Any, tokenizer: Any, folder: Path) -> None:
