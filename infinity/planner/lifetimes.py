@@ -47,6 +47,8 @@ WATCHED_S = 5e-5
 COPIED_S = 2.5e-10
 #: Sets of operators that recomputation need not run again.
 LEVELS = 16
+#: Of more blocks than so many those that run again are spread over each round of so many.
+_MANY, _ROUND = 32, 4
 #: What starting a store or a load takes of a CPU that also computes, and what reading it takes later, there.
 MOVED_S = 2.5e-4
 
@@ -378,8 +380,11 @@ def recomputation_order(profile: Profile) -> tuple[int, ...]:
         return float(f"{nbytes[block.region] / max(time_s, 1e-9):.1e}")
 
     # The bits of a number mirrored at the point (van der Corput): prefixes of that order are evenly spread.
+    # Those of many blocks are so in rounds, the last ones first: a record has few rounds that are equal.
+    size = _ROUND if len(useful) > _MANY else max(1, len(useful))
     spread = {
-        block.region: int(f"{i:b}"[::-1], 2) / (1 << max(1, i.bit_length())) for i, block in enumerate(useful)
+        block.region: (int(f"{i % size:b}"[::-1], 2) / (1 << max(1, (i % size).bit_length())), -i)
+        for i, block in enumerate(useful)
     }
     return tuple(b.region for b in sorted(useful, key=lambda b: (-worth(b), spread[b.region])))
 

@@ -3,8 +3,13 @@
 For a budget and a set of recomputed blocks, storages leave where memory is above the budget, fullest position
 first. Of those that help there, the one with the longest inactive period goes, to the place from which all
 that goes there would be back the soonest. The simulator predicts the cost of that, and of storing whatever
-can leave. Blocks are recomputed in a fixed order; their number is searched from that of the next smaller
-budget.
+can leave. Blocks are recomputed in a fixed order; their number is searched from the one with the least bound.
+
+[Note: a bound]
+What memory has no room for at a moment has left before, and comes back after it: a step takes at least the
+time of these bytes on all channels, and of the compute behind or before them. More blocks take more compute,
+and leave less to move: of those that compute longer than they move, the fewest have the least bound, or the
+next fewer. The fastest plan has some blocks more. What a bound rules out is not simulated.
 
 Source: TeraIO (arXiv:2506.06472), section 3.3, for inactive periods and timelines of channels; not for its
 order, a benefit by cost that is valued anew with each choice.
@@ -18,8 +23,8 @@ budget keeps within its peak and the bytes that wait for the measured drive.
 
 [Note: one ladder for every budget]
 The plan for a budget is the fastest one for a rung within it. Rungs depend on the profile and the hardware
-only, and are climbed from the smallest budget that can be met, so that what is found for a rung does not
-depend on the budget either: more memory never makes a step slower.
+only, and what is found for a rung on no other one: more memory never makes a step slower. Some rungs are
+equally far apart, others grow by the same share, so that a small budget, too, has one near it.
 
 [Note: levels]
 A recomputed block need not run all of its operators again (see the note on kept operators in ``lifetimes``).
@@ -38,7 +43,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from infinity.core.errors import BudgetError
+from infinity.core.errors import BudgetError, RecipeError
 from infinity.core.nbytes import format_nbytes
 from infinity.core.plan import (
     ActivationPlan,
@@ -49,7 +54,6 @@ from infinity.core.plan import (
     Profile,
     SlotKey,
     StoreWait,
-    Traffic,
 )
 from infinity.planner.lifetimes import (
     LEVELS,
@@ -63,7 +67,7 @@ from infinity.planner.lifetimes import (
     lifetimes_of,
     recomputation_order,
 )
-from infinity.planner.simulator import LOAD, Channel, Simulator, channel_rates, load_of, mixed_rates
+from infinity.planner.simulator import LOAD, Simulator, channel_timelines, load_of, play
 
 #: Budgets of the ladder, from the smallest that can be met to what keeping everything takes.
 RUNGS = 32
@@ -75,56 +79,6 @@ NO_SLOWDOWN = 0.03
 NEGLIGIBLE = 0.002
 #: A plan near another recomputes something else if that makes a step faster by this share.
 WORTH_A_CHANGE = 0.01
-
-
-class ChannelTimeline:
-    """Holds the bytes that fit into the time of each operator on a channel, and are not booked yet.
-
-    So a transfer may use several gaps, and two transfers may share one.
-    """
-
-    def __init__(self, times: np.ndarray, bytes_per_s: float, latency_s: float = 0.0) -> None:
-        self.latency_nbytes = int(latency_s * bytes_per_s)  # that a transfer takes beyond its own
-        self._free = (times * bytes_per_s).astype(np.int64)
-        #: Another channel, and how many of its bytes each byte booked here takes.
-        self.beside: tuple[ChannelTimeline, float] | None = None
-
-    def until(self) -> np.ndarray:
-        """Return the free bytes before each operator, and of the whole step, ``(operators + 1,)``."""
-        return np.concatenate(([0], np.cumsum(self._free)))
-
-    def book_from(self, begin: int, nbytes: int) -> None:
-        """Book ``nbytes`` as early as possible from operator ``begin`` on.
-
-        Bytes without room at the end of the step go on at its beginning, as those of the step before do. What
-        finds no room in a whole step is dropped.
-        """
-        order = (begin + np.arange(len(self._free))) % max(1, len(self._free))
-        free = self._free[order]
-        taken = np.clip(nbytes + self.latency_nbytes - (np.cumsum(free) - free), 0, free)
-        self._free[order] -= taken
-        if self.beside is not None:
-            beside, tax = self.beside
-            beside._free[order] = np.maximum(beside._free[order] - (taken * tax).astype(np.int64), 0)
-
-
-def channel_timelines(
-    times: np.ndarray, hardware: Hardware, traffic: Iterable[Traffic] = ()
-) -> dict[Channel, ChannelTimeline]:
-    """Return timelines of a step whose operators take ``times`` (s), with the ``traffic`` of units booked."""
-    rates = zip(Channel, channel_rates(hardware))
-    made = {channel: ChannelTimeline(times, rate, hardware.latency_s) for channel, rate in rates}
-    read, write = hardware.read_bytes_per_s, hardware.write_bytes_per_s
-    writes, reads = made[Channel.NVME_WRITE], made[Channel.NVME_READ]
-    mixed_read, mixed_write = mixed_rates(hardware)
-    writes.beside = reads, (read - mixed_read) / mixed_write if mixed_write else 0.0
-    reads.beside = writes, (write - mixed_write) / mixed_read if mixed_read else 0.0
-    for unit in traffic:
-        if unit.nbytes_read:
-            reads.book_from(unit.at, unit.nbytes_read)
-        if unit.nbytes_written:
-            writes.book_from(unit.at, unit.nbytes_written)
-    return made
 
 
 def places_within(
@@ -338,8 +292,8 @@ class PlanSearch:
         ]
         self._order = () if self._rounded else recomputation_order(profile)
         self._levels = [frozenset[int](), *kept_levels(self._index, self._order)]
-        self._count = 0  # of recomputed blocks in the plan of level 0 for the rung below
-        self._at = 0, 0  # blocks and level of the best one
+        #: Of what is recomputed and a rung: its fastest plan; the least that it takes.
+        self._found, self._least_s = cache(self._search), cache(self._bound)
         rounded = dict.fromkeys(self._rounded, Place.CODED)
         self.keep = self._simulated(with_loads(self._lifetimes(_NOTHING), rounded, hardware, None))
 
@@ -357,17 +311,17 @@ class PlanSearch:
     def fastest(self, capacity_nbytes: int) -> ActivationPlan:
         """Return the fastest of the plans for rungs up to a capacity that can be met.
 
-        Once a plan is as fast as keeping everything, the rungs between it and the highest, which moves the
-        fewest bytes, are left out. See [Note: one ladder for every budget].
+        The highest comes first: often a bound rules out all others. See [Note: one ladder for every budget].
         """
-        rungs = [rung for rung in self._rungs() if rung <= capacity_nbytes]
-        found: list[Candidate | None] = []
-        for rung in rungs:
-            found.append(self._best(rung))
-            if self._is_fast(found[-1]) and rung != rungs[-1]:
-                found.append(self._best(rungs[-1]))
+        met: list[Candidate] = []
+        for rung in reversed([rung for rung in self._rungs() if rung <= capacity_nbytes]):
+            least_s = self._least_s(self._first(*self._start(rung)), rung)
+            if met and least_s >= min(each.outcome.step_s for each in met):
                 break
-        met = (candidate for candidate in found if candidate is not None)
+            if (found := self._best(rung)) is not None:
+                met.append(found)
+            if self._is_fast(found):
+                break
         return min(met, key=lambda c: (c.outcome.step_s, c.outcome.nbytes_stored, c.outcome.peak_nbytes)).plan
 
     def near(self, like: ActivationPlan, capacity_nbytes: int | None) -> ActivationPlan | None:
@@ -375,15 +329,13 @@ class PlanSearch:
 
         What it recomputes changes only where that makes the step faster by :data:`WORTH_A_CHANGE`.
         """
+        try:
+            outcome = play(self._index.profile, like, self._hardware)
+        except RecipeError:  # it is one for other blocks, or for channels that are not there
+            return None
         if capacity_nbytes is None:
-            fits = self._simulated(like).outcome.host_peak_nbytes <= self._hardware.host_nbytes
-            return like if fits else None
-        regions, kept = again = self._index.again(like)
-        operators = self._index.profile.operators
-        levels = ({k for k in level if operators[k].region in regions} for level in self._levels)
-        at = len(regions), sum(level <= kept for level in levels) - 1
-        found = self._faster(None, capacity_nbytes, again)
-        better, _ = self._climb(found, capacity_nbytes, at, 2 if at[1] else 0)
+            return like if outcome.host_peak_nbytes <= self._hardware.host_nbytes else None
+        found, better = self._found(self._index.again(like), capacity_nbytes), self._nearby(capacity_nbytes)
         if found is None or better is None:
             return better and better.plan
         is_worth_it = better.outcome.step_s < (1 - WORTH_A_CHANGE) * found.outcome.step_s
@@ -442,7 +394,9 @@ class PlanSearch:
         """Return budgets in growing order; the first is the smallest that can be met."""
         least = self.smallest_budget()
         most = max(least, int(self._lifetimes(_NOTHING).memory.max(initial=0)))
-        return sorted({least + (most - least) * rung // RUNGS for rung in range(RUNGS)})
+        share = (most / max(1, least)) ** (1 / RUNGS)
+        rungs = ((least + (most - least) * i // RUNGS, int(least * share**i)) for i in range(RUNGS))
+        return sorted({rung for both in rungs for rung in both})
 
     def _is_fast(self, candidate: Candidate | None) -> bool:
         limit_s = self.keep.outcome.step_s * (1 + NEGLIGIBLE)
@@ -457,17 +411,48 @@ class PlanSearch:
         return self._fastest_of(found, rung, again, [self._everything(again)])
 
     def _nearby(self, rung: int) -> Candidate | None:
-        found = self._faster(None, rung, self._first(self._count, 0))
-        found, (self._count, _) = self._climb(found, rung, (self._count, 0), 0)
+        at = self._start(rung, (0,))
+        found, at = self._climb(self._faster(None, rung, self._first(*at)), rung, at, 0)
         for again in self._some_sets() if found is None else ():
             found = self._faster(found, rung, again)
         if found is None or len(self._levels) == 1:
             return found
-        better, at = self._faster(found, rung, self._first(*self._at)), self._at
-        if better is found:
-            at = len(found.plan.recomputed), 0
-        found, self._at = self._climb(better, rung, at, 2 if at[1] else LEVELS // 4)
-        return found
+        better = self._faster(found, rung, self._first(*(start := self._start(rung))))
+        return self._climb(better, rung, at if better is found else start, LEVELS // 4)[0]
+
+    def _start(self, rung: int, levels: Sequence[int] = ()) -> tuple[int, int]:
+        """Return blocks and a level, of all or (if blocks are many) some, with the least bound."""
+        near, counts = list[tuple[int, int]](), range(len(self._order))
+        for level in levels or range(0, len(self._levels), 1 + len(counts) // 32):
+
+            def waits_for_nothing(count: int, level: int = level) -> bool:
+                again = self._first(count, level)
+                return self._least_s(again, rung) <= self._lifetimes(again).until_s[-1]
+
+            end = bisect_left(counts, True, key=waits_for_nothing)
+            near += [(end, level), (max(0, end - 1), level)]
+        return min(near, key=lambda at: self._least_s(self._first(*at), rung))
+
+    def _bound(self, again: Again, rung: int) -> float:
+        """Return the least that a step takes: what a rung has no room for goes before, and comes after."""
+        lifetimes, hardware = self._lifetimes(again), self._hardware
+        until_s = np.array(lifetimes.until_s)
+        if any(period.coded is not None for period in lifetimes.periods):
+            return float(until_s[-1])
+        over, host = lifetimes.memory - rung, hardware.host_bytes_per_s * bool(hardware.host_nbytes)
+        drive = min(hardware.write_bytes_per_s, hardware.read_bytes_per_s)
+        for period in lifetimes.periods if max(drive, host) > 0 else ():
+            over[period.released_at + 1 : period.gone_at] -= period.nbytes  # it need not come back
+        at = np.flatnonzero(over > 0)
+
+        def least_s(bytes_per_s: float) -> np.ndarray:
+            at_once = over[at] / max(bytes_per_s + host, 1e-9)
+            beyond = (over[at] - hardware.host_nbytes) / max(bytes_per_s, 1e-9)
+            return np.maximum(at_once, beyond)
+
+        before = least_s(hardware.write_bytes_per_s) + until_s[-1] - until_s[at]
+        after = least_s(hardware.read_bytes_per_s) + until_s[at]
+        return float(max(until_s[-1], before.max(initial=0.0), after.max(initial=0.0)))
 
     def _climb(
         self, found: Candidate | None, rung: int, at: tuple[int, int], much: int
@@ -490,9 +475,14 @@ class PlanSearch:
 
     def _faster(self, best: Candidate | None, rung: int, again: Again) -> Candidate | None:
         """Return the fastest plan that recomputes this, if it is faster than ``best``; else ``best``."""
+        if best is not None and self._least_s(again, rung) >= best.outcome.step_s:
+            return best
+        found = self._found(again, rung)
+        is_faster = found and (best is None or found.outcome.step_s < best.outcome.step_s)
+        return found if is_faster else best
+
+    def _search(self, again: Again, rung: int) -> Candidate | None:
         lifetimes, hardware = self._lifetimes(again), self._hardware
-        if best is not None and lifetimes.until_s[-1] >= best.outcome.step_s:
-            return best  # not even without any stall
         chosen = self._within(again, rung)
         choices = [chosen]
         forms = {i: form for i, p in enumerate(lifetimes.periods) if i in chosen and (form := p.coded)}
@@ -502,15 +492,15 @@ class PlanSearch:
         # What is coded is in memory, too, while it is read: there it may be too much.
         fitting = [places for places in choices if _peak(lifetimes, places) <= rung]
         if not fitting and _peak(lifetimes, everything := self._everything(again)) > rung:
-            return best
-        return self._fastest_of(best, rung, again, fitting or [everything])
+            return None
+        return self._fastest_of(None, rung, again, fitting or [everything])
 
     def _fastest_of(
         self, best: Candidate | None, rung: int, again: Again, choices: Sequence[Places]
     ) -> Candidate | None:
         lifetimes, hardware = self._lifetimes(again), self._hardware
         for number, places in enumerate(choices):
-            if places in choices[:number]:
+            if places in choices[:number] or (best and lifetimes.until_s[-1] >= best.outcome.step_s):
                 continue
             plan = with_loads(lifetimes, places, hardware, rung)
             found = within(lifetimes, plan, hardware, rung)

@@ -44,6 +44,8 @@ from heapq import heappop, heappush
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
+
 from infinity.core.errors import RecipeError
 from infinity.core.lifecycle import SlotState
 from infinity.core.plan import ActivationPlan, Hardware, Outcome, Place, Profile, SlotKey, StoreWait, Traffic
@@ -110,6 +112,56 @@ def mixed_rates(hardware: Hardware) -> tuple[float, float]:
     write = min(hardware.write_bytes_per_s, half)
     read = min(hardware.read_bytes_per_s, hardware.mixed_bytes_per_s - write)
     return read, min(hardware.write_bytes_per_s, hardware.mixed_bytes_per_s - read)
+
+
+class ChannelTimeline:
+    """Holds the bytes that fit into the time of each operator on a channel, and are not booked yet.
+
+    So a transfer may use several gaps, and two transfers may share one.
+    """
+
+    def __init__(self, times: np.ndarray, bytes_per_s: float, latency_s: float = 0.0) -> None:
+        self.latency_nbytes = int(latency_s * bytes_per_s)  # that a transfer takes beyond its own
+        self._free = (times * bytes_per_s).astype(np.int64)
+        #: Another channel, and how many of its bytes each byte booked here takes.
+        self.beside: tuple[ChannelTimeline, float] | None = None
+
+    def until(self) -> np.ndarray:
+        """Return the free bytes before each operator, and of the whole step, ``(operators + 1,)``."""
+        return np.concatenate(([0], np.cumsum(self._free)))
+
+    def book_from(self, begin: int, nbytes: int) -> None:
+        """Book ``nbytes`` as early as possible from operator ``begin`` on.
+
+        Bytes without room at the end of the step go on at its beginning, as those of the step before do. What
+        finds no room in a whole step is dropped.
+        """
+        order = (begin + np.arange(len(self._free))) % max(1, len(self._free))
+        free = self._free[order]
+        taken = np.clip(nbytes + self.latency_nbytes - (np.cumsum(free) - free), 0, free)
+        self._free[order] -= taken
+        if self.beside is not None:
+            beside, tax = self.beside
+            beside._free[order] = np.maximum(beside._free[order] - (taken * tax).astype(np.int64), 0)
+
+
+def channel_timelines(
+    times: np.ndarray, hardware: Hardware, traffic: Iterable[Traffic] = ()
+) -> dict[Channel, ChannelTimeline]:
+    """Return timelines of a step whose operators take ``times`` (s), with the ``traffic`` of units booked."""
+    rates = zip(Channel, channel_rates(hardware))
+    made = {channel: ChannelTimeline(times, rate, hardware.latency_s) for channel, rate in rates}
+    read, write = hardware.read_bytes_per_s, hardware.write_bytes_per_s
+    writes, reads = made[Channel.NVME_WRITE], made[Channel.NVME_READ]
+    mixed_read, mixed_write = mixed_rates(hardware)
+    writes.beside = reads, (read - mixed_read) / mixed_write if mixed_write else 0.0
+    reads.beside = writes, (write - mixed_write) / mixed_read if mixed_read else 0.0
+    for unit in traffic:
+        if unit.nbytes_read:
+            reads.book_from(unit.at, unit.nbytes_read)
+        if unit.nbytes_written:
+            writes.book_from(unit.at, unit.nbytes_written)
+    return made
 
 
 def delay_s_per_byte(hardware: Hardware) -> float:

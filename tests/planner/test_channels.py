@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.core.plan import Hardware, Traffic
-from infinity.planner.search import ChannelTimeline, channel_timelines
-from infinity.planner.simulator import Channel, mixed_rates
+from infinity.planner.simulator import Channel, ChannelTimeline, channel_timelines, mixed_rates
 from tests.helpers.cases import examples
 
 fast = examples(100)

@@ -89,6 +89,27 @@ def test_a_larger_budget_is_not_slower_by_a_thousandth(
     assert quick <= slow * (1 + 1e-3)  # the search leaves differences below NEGLIGIBLE alone; 1.5e-4 was seen
 
 
+def test_a_budget_half_above_the_least_is_used() -> None:
+    profile, slow = transformer(24), hardware(0.2)
+    least = smallest_budget(profile, slow)
+    scarce, more = (plan(profile, slow, budget) for budget in (least, least * 3 // 2))
+    assert more.capacity_nbytes is not None
+    assert 1.3 * least < more.capacity_nbytes <= 1.5 * least  # of all that may stay it is a nineteenth
+    slower, quicker = (play(profile, made, slow).step_s for made in (scarce, more))
+    assert quicker < 0.97 * slower
+
+
+@given(random_profiles(), random_hardware())
+@fast
+def test_a_bound_is_below_every_plan(profile: Profile, channels: Hardware) -> None:
+    plans = search.PlanSearch(profile, channels)
+    for rung in plans._rungs()[::8]:
+        for count in range(len(plans._order) + 1):
+            again = plans._first(count, 0)
+            found = plans._found(again, rung)
+            assert found is None or plans._least_s(again, rung) <= found.outcome.step_s * (1 + 1e-9)
+
+
 @given(random_profiles(), random_hardware())
 @fast
 def test_the_smallest_budget_is_the_smallest(profile: Profile, channels: Hardware) -> None:
