@@ -403,7 +403,7 @@ class PlanSearch:
         return candidate is not None and candidate.outcome.step_s <= limit_s
 
     def _best(self, rung: int) -> Candidate | None:
-        """Return the fastest plan for this budget, searched from those for the rung below."""
+        """Return the fastest plan for this budget."""
         found = self._nearby(rung)
         if found is None or self._is_fast(found):
             return found

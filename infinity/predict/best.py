@@ -36,6 +36,8 @@ from infinity.predict.machines import Machine
 from infinity.predict.model import ModelWithoutValues
 from infinity.recipes.recipe import Recipe, with_values
 
+#: Errors that say that there is no plan: no room; no blocks for a layer schedule, no drives to store on.
+_NO_PLAN = BudgetError, StateError, SettingError
 #: A change is shown if it makes a step faster by at least this share.
 LEAST_GAIN = 0.01
 
@@ -100,9 +102,12 @@ def ranked(
     """Return the changes whose plan fits and has more than ``least`` tokens per second, the fastest first."""
     found = []
     for what, keys in rows:
-        run = attempt(keys, partial(_changed, planned, keys)).planned
+        try:
+            run = _changed(planned, keys)
+        except _NO_PLAN:
+            continue
         # What a bound rules out is not played.
-        if run is not None and fits(run) and run.tokens / run.least_s() > least and run.tokens_per_s > least:
+        if fits(run) and run.tokens / run.least_s() > least and run.tokens_per_s > least:
             found.append(Change(what, run))
     return sorted(found, key=lambda change: -change.planned.tokens_per_s)
 
@@ -168,7 +173,7 @@ def _faster(run: DryRun) -> Iterator[tuple[str, Keys]]:
         yield "twice the host memory", {"host.memory": 2 * machine.host.memory, "memory.host": host}
     if machine.on_accelerator and memory.device is None and 4 * run.division.total < 3 * run.device_nbytes:
         # Planned activations have a part of it; others are beside it.
-        beside = 0 if memory.activations in ("auto", "plan") and not run.layered else run.trace.peak_nbytes
+        beside = 0 if memory.activations in ("auto", "plan") and not run.layered else run.peak_nbytes
         most = whole(max(run.division.total, run.device_nbytes - beside))
         yield "all of the device's memory", {"memory.device": most}
     yield "a larger batch", {"train.batch_size": 2 * train.batch_size}
@@ -399,7 +404,7 @@ class _Search:
         if not (planned.layered and planned.model.has_experts):
             return None
         count = planned.recipe.train.accumulate
-        share = (planned.device_nbytes - planned.division.least) / planned.trace.peak_nbytes
+        share = (planned.device_nbytes - planned.division.least) / planned.peak_nbytes
         most = max(1, min(planned.group // 2, int(planned.group * share)))
         return -(-count // -(-count // most))  # as many in each
 
@@ -462,7 +467,7 @@ class _Search:
             return None if tried.keys.get("memory.device") else self._most_of_device
         if planned.policy == "plan":
             return None
-        left, before = planned.device_nbytes - planned.trace.peak_nbytes, planned.division.total
+        left, before = planned.device_nbytes - planned.peak_nbytes, planned.division.total
         if planned.layered and left < before:  # a share of what units give goes to what waits between blocks
             left -= (before - left) // (share_of_free(together=planned.model.has_experts) - 1)
         if not machine.on_accelerator:  # states are there, too

@@ -231,25 +231,34 @@ class DryRun(Layout):
         self._sequences = sequences or recipe.rows
         self.activations = ActivationPlan("recompute" if self.policy == "recompute" else "keep")
         with model.faked():
-            self.trace, recorded = self._record()
-            self._profile = recorded
+            self._unplanned, self._profile = self._record()
             if self.policy in ("plan", "offload"):
                 self.activations = self._choose_plan(like)
                 if self.policy == "plan" and self.budget.device_nbytes is not None:  # units get the rest
-                    self.budget.divide_beside(self._planned_peak_nbytes())
-                if self.activations.recomputed:
-                    self.trace, recorded = self._record()
-        if self.activations.places:
-            stored = tuple(self._stored(recorded()))
-            self.trace = replace(self.trace, stored=stored, peak_nbytes=self._planned_peak_nbytes())
-        if self.layered:
-            self.trace = self._taken_together(self.trace)
+                    self.budget.divide_beside(self._planned_peak_nbytes)
         if self.budget.asks_what_a_step_leaves:
-            left = self.device_nbytes - self.budget.division.total - self.trace.peak_nbytes
-            states = left_for_states(left, self.device_nbytes, self.trace.peak_nbytes)
+            left = self.device_nbytes - self.budget.division.total - self.peak_nbytes
+            states = left_for_states(left, self.device_nbytes, self.peak_nbytes)
             self.budget.divide_after_step(states)
         # Now: the next plan of the same model gives its units other homes.
         self.units, self.division = self.read_where_they_lie(), self.divide()
+
+    @functools.cached_property
+    def trace(self) -> StepTrace:
+        """Return the trace; what a plan for activations recomputes is recorded only now."""
+        trace, recorded = self._unplanned, self._profile
+        if self.activations.recomputed:
+            with self.model.faked():
+                trace, recorded = self._record()
+        if self.activations.places:
+            stored = tuple(self._stored(recorded(), trace.position))
+            trace = replace(trace, stored=stored, peak_nbytes=self._planned_peak_nbytes)
+        return self._taken_together(trace) if self.layered else trace
+
+    @property
+    def peak_nbytes(self) -> int:
+        """Return the most that the step's own storages take of device memory at one time."""
+        return self._planned_peak_nbytes if self.activations.places else self.trace.peak_nbytes
 
     @functools.cached_property
     def profile(self) -> Profile:
@@ -265,10 +274,7 @@ class DryRun(Layout):
         if recipe.memory.device != self.recipe.memory.device and not machine.on_accelerator:
             return dry_run(recipe, machine, self.model.ranks, self, here=self.model.times is not None)
         planned = recipe.memory.policy in ("plan", "offload")
-        before = self.recipe
-        alike = recipe.model == before.model and recipe.rows == before.rows
-        alike = alike and recipe.memory.device == before.memory.device
-        like = self.activations if alike and self.policy == "plan" else None
+        like = self.activations if self.policy == "plan" else None
         return DryRun(self.model, recipe, machine, None if planned else self._sequences, like)
 
     def least_host_nbytes(self) -> int:
@@ -323,11 +329,11 @@ class DryRun(Layout):
 
         It takes at least its compute, and what each channel takes for its bytes: weights that do not fit the
         window come once for each pass, states once a step. ``compute_s``: of a micro-batch, None: that of the
-        plan; ``passes``: over the weights, None: two for each.
+        plan, or what of it is sure; ``passes``: over the weights, None: two for each.
         """
         rates, times, setup = self.rates, self.micro_batches, self.setup
         if compute_s is None:
-            compute_s = float(self.trace.times_s(rates).sum())
+            compute_s = float(self._unplanned.times_s(rates).sum()) * self.recipe.micro_batches / times
         streaming = [unit for unit in self.units if unit.streams]
         all_nbytes = sum(unit.gathered_nbytes for unit in streaming) or 1
         # Between two passes what fits the window stays.
@@ -351,7 +357,7 @@ class DryRun(Layout):
     @property
     def tokens(self) -> int:
         """Return the tokens of a step on all ranks."""
-        return self.trace.tokens * self.micro_batches * self.model.ranks
+        return self._unplanned.tokens * self.recipe.micro_batches * self.model.ranks
 
     @property
     def tokens_per_s(self) -> float:
@@ -400,7 +406,7 @@ class DryRun(Layout):
 
     def over_nbytes(self) -> int:
         """Return the bytes of device memory that units and activations need beyond what there is."""
-        return self.division.total + self.trace.peak_nbytes - self.device_nbytes
+        return self.division.total + self.peak_nbytes - self.device_nbytes
 
     def missing(self) -> Iterator[str]:
         """Yield a line about each thing that the plan needs beyond what its machine has."""
@@ -414,7 +420,7 @@ class DryRun(Layout):
         host_nbytes = self.host_nbytes
         if not on_accelerator:  # what computes is there, too
             states = sum(unit.resident_nbytes for unit in self.units if not unit.on_nvme)
-            host_nbytes = max(host_nbytes, states + self.division.total + self.trace.peak_nbytes)
+            host_nbytes = max(host_nbytes, states + self.division.total + self.peak_nbytes)
         over[HOST_MEMORY] = host_nbytes * self.local - self.machine.host.memory
         over[DRIVES] = self.disk_nbytes() - drives.per_node * drives.memory
         return {part: nbytes for part, nbytes in over.items() if nbytes > 0}
@@ -432,12 +438,13 @@ class DryRun(Layout):
             profile, hardware, budget.device_nbytes, budget.division.least, self._auto_logits()
         )
 
+    @functools.cached_property
     def _planned_peak_nbytes(self) -> int:
         return play(self.profile, self.activations, self.channels()).peak_nbytes
 
-    def _stored(self, recorded: Profile) -> Iterator[Stored]:
-        """Yield the activations that leave device memory, and when; ``recorded`` is the trace's profile."""
-        slots, position = {slot.key: slot for slot in recorded.slots}, self.trace.position
+    def _stored(self, recorded: Profile, position: np.ndarray) -> Iterator[Stored]:
+        """Yield the activations that leave device memory, and when, by a trace's profile and positions."""
+        slots = {slot.key: slot for slot in recorded.slots}
         after = {load.slot: load.after for load in self.activations.loads}
         backward = [operator.phase for operator in recorded.operators].index(Phase.BACKWARD)
         for key, place in self.activations.places.items():

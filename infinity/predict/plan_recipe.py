@@ -180,14 +180,14 @@ def _tier_table(run: DryRun) -> Table:
     on_nvme, on_host = ([u for u in run.units if u.on_nvme is each] for each in (True, False))
     resident = sum(unit.resident_nbytes for unit in on_host)
     budget = _size(run.recipe.memory.device or run.division.total)
-    least_nbytes = run.trace.peak_nbytes  # of activations, however they are planned
+    least_nbytes = run.peak_nbytes  # of activations, however they are planned
     if run.policy == "plan":
         least_nbytes = PlanSearch(run.profile, run.channels()).smallest_budget()
     columns = ["tier", "units", "parameters", "needed", "least", "budget", "there"]
     rows = [
         (
             "device", "", "",
-            f"{_size(run.division.total)} + {_size(run.trace.peak_nbytes)} of activations",
+            f"{_size(run.division.total)} + {_size(run.peak_nbytes)} of activations",
             f"{_size(run.division.least)} + {_size(least_nbytes)}",
             budget if run.policy == "plan" else f"{budget} + activations",
             _size(run.device_nbytes),
