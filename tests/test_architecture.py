@@ -296,8 +296,8 @@ ROOM_BUDGETS = {
     "observe": 978,
     "optim": 2884,
     "partition": 3074,
-    "planner": 2663,
-    "predict": 5253,
+    "planner": 2710,
+    "predict": 5265,
     "recipes": 1623,
     "shards": 5137,
 }
