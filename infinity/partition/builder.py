@@ -22,6 +22,7 @@ Packed experts (``[experts, out, in]``), linear layers and embeddings, if larger
 allows. On one rank without an accelerator, a tile has as few experts as a drive still reads at full speed.
 """
 
+import difflib
 import functools
 import math
 import re
@@ -37,7 +38,7 @@ import torch
 from torch import nn
 
 from infinity.core.config import Config, SettingError, Valid, option, setting
-from infinity.core.errors import RecipeError, StateError, did_you_mean
+from infinity.core.errors import RecipeError, StateError
 from infinity.core.nbytes import parse_nbytes
 from infinity.optim.state import BLOCK_NUMEL
 from infinity.partition.unit import Segment, Unit, UnitIndex, layout, layout_tiles
@@ -319,8 +320,9 @@ class UnitBuilder:
         built = {cls.__name__ for cls in self._built}
         for name in self._leaf_names:
             if name not in built:
-                what = f"partition.leaf: no module of class {name!r} was built"
-                raise RecipeError(what + did_you_mean(name, built, f"built were {', '.join(sorted(built))}"))
+                near = difflib.get_close_matches(name, built, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"built were {', '.join(sorted(built))}"
+                raise RecipeError(f"partition.leaf: no module of class {name!r} was built; {hint}")
 
 
 def _has_experts(module: nn.Module) -> bool:
