@@ -295,7 +295,7 @@ ROOM_BUDGETS = {
     "nvme": 1213,
     "observe": 978,
     "optim": 2884,
-    "partition": 3074,
+    "partition": 3076,
     "planner": 2710,
     "predict": 5265,
     "recipes": 1623,
