@@ -15,10 +15,10 @@ MOST_FILES = {
     "read": 19,
     "gradient": 28,
     "commit": 15,
-    "end": 31,
+    "end": 32,
     "resume": 22,
     "activation": 36,
-    "plan": 57,
+    "plan": 58,
     "train": 75,
 }
 

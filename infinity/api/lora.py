@@ -324,7 +324,9 @@ _adapters: weakref.WeakKeyDictionary[Runtime, Adapters] = weakref.WeakKeyDiction
 def adapters_of(model: nn.Module) -> Adapters:
     """Return what is known of a model's adapters; it has no names if there are none."""
     runtime = runtime_of(model)
-    return _adapters.setdefault(runtime, Adapters(runtime))
+    if runtime not in _adapters:
+        _adapters[runtime] = Adapters(runtime)
+    return _adapters[runtime]
 
 
 def check_adapter(model: nn.Module, name: str) -> None:
