@@ -4,6 +4,7 @@ import contextlib
 import functools
 import math
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from infinity.activations import tensor_cache as cache
 from infinity.activations.controller import METERED
 from infinity.core.config import SettingError
 from infinity.core.errors import InfinityError, LaunchError, StateError
+from infinity.engine.runtime import runtime_of
 from tests.helpers import models
 from tests.helpers.launch import ROOT, run_ranks, several
 from tests.helpers.reference import Rule, adamw_, compute_weight
@@ -349,7 +351,7 @@ def test_an_interrupted_run_in_a_mesh_goes_on_to_the_bit_and_in_no_other_mesh(tm
 
 
 def run_script(folder: str) -> None:
-    [block] = [b for b in blocks_of(ROOT / "docs" / "training_loops.md") if "init_device_mesh" in b.text]
+    [block] = [b for b in blocks_of(ROOT / "docs" / "training_loops.md") if "parallelize_module(" in b.text]
     os.chdir(folder)
     exec(compile(block.text, "<docs>", "exec"), {})
 
@@ -422,7 +424,7 @@ def find_traps() -> None:
         model(**batch(step)).loss.backward()
         optimizer.step()
     model(**batch(3 + rank)).loss.backward()
-    with pytest.raises(StateError, match=r"ranks along tp have other gradients.*other batches"):
+    with pytest.raises(StateError, match=r"same batch have other gradients.*got other batches"):
         optimizer.step()
     optimizer.zero_grad()
     model(**batch(3)).loss.backward()
@@ -526,3 +528,42 @@ def test_a_divided_vocabulary_with_tied_weights_trains_as_one_rank_does_to_round
     whole, divided = run_ranks(train_tied, 2, str(tmp_path))[0]
     for one, other in zip(whole, divided, strict=True):
         assert other == pytest.approx(one, rel=1e-6)
+
+
+def slow_commits(folder: str) -> list[tuple[float, float]]:
+    """When the first update of each step begins here, and the commit of the step before has landed."""
+    rank, mesh, (factory, batch) = torch.distributed.get_rank(), mesh_of(1, 2), models.build("llama", seed=1)
+    with small_units(), infinity.Init(recipe("bf16", streaming(folder, "run.name=slow")), mesh=mesh):
+        model = factory()
+        divide(model, mesh["tp"])
+    optimizer, steps = optimizer_for(model, FREE), []
+    records = runtime_of(model).records
+    assert records.commits is not None
+    wait, place = records.commits.wait, records.next_place
+    landed, begun = list[float](), list[float]()
+
+    def slow() -> None:
+        wait()
+        time.sleep(0.3 * rank)
+        landed.append(time.monotonic())
+
+    def noted(unit: Any) -> int:
+        begun.append(time.monotonic())
+        return place(unit)
+
+    records.commits.wait, records.next_place = slow, noted
+    for step in range(4):
+        landed.clear()
+        begun.clear()
+        model(**batch(step)).loss.backward()
+        optimizer.step()
+        steps.append((begun[0], landed[0]))
+    infinity.close(model)
+    return steps
+
+
+def test_no_rank_of_a_mesh_updates_before_all_have_recorded_the_step_before(tmp_path):
+    ranks = run_ranks(slow_commits, 2, str(tmp_path))
+    for step in (2, 3):  # which follow a known order
+        begun, landed = zip(*(each[step] for each in ranks), strict=True)
+        assert min(begun) > max(landed)

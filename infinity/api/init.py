@@ -114,8 +114,8 @@ class Init:
             embeddings that are resized, in the block then join.
         device: The device of this rank, such as ``"cpu"`` or ``"cuda:1"``; None: as the recipe says.
         mesh: A ``DeviceMesh`` of all ranks, with names. Ranks along ``dp`` share weights and have batches of
-            their own; over the others ``parallelize_module`` may divide the model, in the block. Ranks along
-            these are to have the same batches.
+            their own; along ``pp`` each builds the module of its stage. Ranks along others have the same
+            batches, and ``parallelize_module`` may divide the model over them, in the block.
 
     Raises:
         BudgetError: A budget is too small for the model; the message has the arithmetic.
@@ -134,7 +134,7 @@ class Init:
             return
         config = engine_config(recipe)
         if mesh is not None:
-            check_mesh(config)
+            check_mesh(config, mesh)
         self.runtime = Runtime(config if device is None else replace(config, device=str(device)), mesh)
 
     def __enter__(self) -> "Init":
@@ -402,8 +402,11 @@ def _describe_base(base: FrozenBase, path: Path, runtime: Runtime) -> list[str]:
 
 
 @contextlib.contextmanager
-def no_sync(model: nn.Module) -> Iterator[None]:
+def no_sync(model: nn.Module, micro_batches: int | None = None) -> Iterator[None]:
     """Context manager that accumulates gradients; the first backward pass after it completes them.
+
+    With ``micro_batches``, the last of so many backward passes in the block does, as where a schedule of
+    ``torch.distributed.pipelining`` runs them.
 
     Raises:
         BudgetError: Gradients that wait for later micro-batches fit nowhere; the message has the arithmetic.
@@ -411,8 +414,12 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     executor = runtime_of(model).executor()
     with uninterrupted:
         executor.divide_again(accumulates=True)
-    with patched(executor.gradients.completions, "syncing", False):
+    completions = executor.gradients.completions
+    following = (micro_batches or 1) - 1
+    with patched(completions, "syncing", micro_batches == 1), patched(completions, "awaited", following):
         yield
+        if micro_batches is not None and not completions.synced:
+            raise StateError(f"no_sync: fewer backward passes came than micro_batches={micro_batches}")
         executor.hooks.abort_backward()
         executor.gradients.take_unseen()
 

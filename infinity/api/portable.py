@@ -42,7 +42,7 @@ from infinity.checkpoint.directory import Stored, StoredPart
 from infinity.checkpoint.distcp import METADATA, DistributedCheckpoint, common_prefix
 from infinity.checkpoint.load import named_targets
 from infinity.checkpoint.writer import Publication, RangeWriter, TensorSpec, check_room, reserve, writing
-from infinity.comm.ranks import all_ranks_or_raise, gather
+from infinity.comm.ranks import Ranks, all_ranks_or_raise, gather
 from infinity.core.errors import CheckpointError, StateError, library_errors
 from infinity.core.files import user_path
 from infinity.core.nbytes import Box, Transfer, boxes
@@ -67,6 +67,8 @@ Place: TypeAlias = tuple[str | int, ...]
 Keys: TypeAlias = tuple[str, ...]
 #: A value in a rank's file: the keys that share it, its box of their tensor (None: no tensor), and its place.
 Record: TypeAlias = tuple[Keys, Box | None, _StorageInfo]
+#: What a rank has written, and what it knows of all values, if it is the first of its stage.
+Written: TypeAlias = tuple[list[Record], dict[str, TensorSpec], dict[str, Place]]
 
 
 def save_checkpoint(
@@ -189,7 +191,7 @@ class Subject:
         self.sharded = {id(segment.whole): segment for _, segment in units.segments()}
         self.moments = self.runtime.tiers.layout.full_names[1:]
         self.groups = () if optimizer is None else optimizer.param_groups
-        self.parts = units.parts
+        self.parts, self.staged = units.parts, units.parts.staged
 
     def shape(self, tensor: Tensor) -> torch.Size:
         """Return the shape of a tensor of the model, of which this rank may have a part."""
@@ -236,8 +238,9 @@ class Contents:
             first = [names[0] for _, names in subject.members(group)]
             for name, value in {**usual, "initial_lr": group["lr"], **group, "params": first}.items():
                 value = value.item() if isinstance(value, Tensor) else value
-                flat = ((OPTIMIZER, f"param_groups.{each}.{name}") for each in first if name != "params")
-                self._keep(value, (OPTIMIZER, "param_groups", index, name), *flat)
+                at: list[Place] = [] if subject.staged else [(OPTIMIZER, "param_groups", index, name)]
+                at += [(OPTIMIZER, f"param_groups.{each}.{name}") for each in first if name != "params"]
+                self._keep(value, *at)
         if optimizer is not None:
             for name, value in optimizer.scaler.state_dict().items() if optimizer.scaler is not None else ():
                 self._keep(value, (OPTIMIZER, "loss_scaler", name))
@@ -281,8 +284,8 @@ class Contents:
                 yield segment, box, low - start
                 low += box.numel
 
-    def nbytes(self, rank: int) -> int:
-        found = [getattr(value, "nbytes", 0) for value, _ in self.rest] if rank == 0 else []
+    def nbytes(self, ranks: Ranks) -> int:
+        found = [getattr(value, "nbytes", 0) for value, _ in self.rest] if ranks.rank == ranks.first else []
         for unit in self.units:
             for segment, box, _ in self.shard_boxes(unit):
                 found += [box.numel * torch.float32.itemsize] * len(self.keys(segment))
@@ -308,7 +311,7 @@ class PortableSave:
         with contextlib.ExitStack() as stack:
             self._place = stack.enter_context(Publication(out, ranks, "save"))
             self.out = self._place.out
-            needed = int(ranks.sum(self._contents.nbytes(ranks.rank), f"bytes of {self.out}"))
+            needed = int(ranks.sum(self._contents.nbytes(ranks), f"bytes of {self.out}"))
             # all ranks check before one reserves its part
             with all_ranks_or_raise(ranks, f"making room for {self.out}"):
                 check_room(self._place.path, needed)
@@ -354,7 +357,9 @@ class PortableSave:
                 self._running.wait()
             if not self._publishing:
                 self._publishing = True
-                written = gather(self._records, self._ranks, f"the list of what is in {self.out}")
+                contents, ranks = self._contents, self._ranks
+                specs = (contents.tensors, contents.paths) if ranks.rank == ranks.first else ({}, {})
+                written = gather((self._records, *specs), ranks, f"the list of what is in {self.out}")
                 if self._ranks.rank == 0:
                     self._run(partial(self._publish, written), beside=bool(self._threads))
                 return
@@ -378,10 +383,10 @@ class PortableSave:
         with contextlib.ExitStack() as stack:
             with contextlib.ExitStack() as reading:  # training may wait for its end, also if no file is made
                 reading.callback(end)
-                file = stack.enter_context(_DataFile(self._place.path, rank, contents.nbytes(rank)))
+                file = stack.enter_context(_DataFile(self._place.path, rank, contents.nbytes(self._ranks)))
                 for unit in contents.units:
                     _write_unit(unit, contents, read_fields, file)
-            for value, keys in contents.rest if rank == 0 else ():
+            for value, keys in contents.rest if rank == self._ranks.first else ():
                 box = None
                 if isinstance(value, Tensor):
                     value = value.detach().cpu().clone(memory_format=torch.contiguous_format)
@@ -390,10 +395,10 @@ class PortableSave:
             file.finish()
         self._records = file.records
 
-    def _publish(self, written: Sequence[Sequence[Record]]) -> None:
+    def _publish(self, written: Sequence[Written]) -> None:
         path = self._place.path / METADATA
         with writing(f"writing {path}", path):
-            path.write_bytes(pickle.dumps(_metadata(self._contents, written, self._place.token)))
+            path.write_bytes(pickle.dumps(_metadata(written, self._place.token)))
         self._place.publish()
         self._then()
 
@@ -456,24 +461,29 @@ class _DataFile(contextlib.AbstractContextManager["_DataFile"]):
         self.writer.__exit__()
 
 
-def _metadata(contents: Contents, written: Sequence[Sequence[Record]], token: str) -> dcp.Metadata:
+def _metadata(written: Sequence[Written], token: str) -> dcp.Metadata:
     found: dict[str, Any] = {}
     storage: dict[dcp.MetadataIndex, Any] = {}
-    for keys, box, info in itertools.chain(*written):
+    tensors, paths = dict[str, TensorSpec](), dict[str, Place]()
+    for _, of_stage, its_paths in written:
+        if twice := tensors.keys() & of_stage.keys():
+            raise CheckpointError(f"two stages have {min(twice)}: names are to be those of the whole model")
+        tensors, paths = tensors | of_stage, paths | its_paths
+    for keys, box, info in itertools.chain(*(records for records, _, _ in written)):
         for key in keys:
             if box is None:
                 found[key] = dcp.BytesStorageMetadata()
                 storage[dcp.MetadataIndex(key)] = info
                 continue
-            spec = contents.tensors[key]
+            spec = tensors[key]
             properties, shape = dcp.TensorProperties(dtype=spec.dtype), torch.Size(spec.shape)
             entry = found.setdefault(key, dcp.TensorStorageMetadata(properties, shape, []))
             storage[dcp.MetadataIndex(key, box.offsets, len(entry.chunks))] = info
             entry.chunks.append(dcp.ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)))
-    for key, spec in contents.tensors.items():
+    for key, spec in tensors.items():
         numel = sum(chunk.sizes.numel() for chunk in found[key].chunks)
         assert numel == torch.Size(spec.shape).numel(), f"{key}: {numel} of {spec.shape} were written"
-    return dcp.Metadata(found, contents.paths, storage, dcp.StorageMeta(save_id=token), CURRENT_DCP_VERSION)
+    return dcp.Metadata(found, paths, storage, dcp.StorageMeta(save_id=token), CURRENT_DCP_VERSION)
 
 
 class PortableValues:
@@ -523,7 +533,7 @@ class PortableValues:
             else:
                 self._complaints.append(f"missing: {prefix}{names[0]}")
         parts = tuple({f"{prefix}{name.partition('.')[0]}." for name in every})
-        others = sorted(checkpoint.keys() - {prefix + name for name in every})
+        others = [] if subject.staged else sorted(checkpoint.keys() - {prefix + name for name in every})
         self._complaints += [f"unknown to the model: {key}" for key in others if key.startswith(parts)]
         self._find_state()
         if self._complaints:

@@ -43,7 +43,6 @@ before (experts), reductions are always asked for.
 
 import hashlib
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -228,15 +227,16 @@ class Call(NamedTuple):
 class Agreement:
     """Makes sure that all ranks do the same before any issues it. Used by the thread that issues it.
 
-    ``of_all_ranks`` returns every rank's tensor, exchanged on a group. Unless a rank ``serves`` what others
-    want, all must want the same.
+    All ranks are those of ``group``. ``of_all_ranks`` returns the tensors of the ranks of a group. Unless a
+    rank ``serves`` what others want, all must want the same.
     """
 
     def __init__(
-        self, peers: Peers, of_all_ranks: Callable[[Tensor, Any], Tensor], *, asks_reductions: bool
-    ) -> None:
-        self.group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=peers.timeout_s))
-        self.asked = self._count = 0  # exchanges of headers, and collectives
+        self, peers: Peers, group: Any, of_all_ranks: Callable[[Tensor, Any], Tensor], *,
+        asks_reductions: bool,
+    ) -> None:  # fmt: skip
+        self.group, self._ranks = group, dist.get_process_group_ranks(group)
+        self.asked, self._count = self._ranks[0] << 40, 0  # exchanges of headers, and collectives
         self._called = -1  # the exchange in which the others were told
         self.used = b""  # by any rank, as far as it is known, in the last collective
         self._peers, self._of_all_ranks = peers, of_all_ranks
@@ -246,7 +246,7 @@ class Agreement:
         self.turn = self._for_all(Want(0, 0))  # the last one
 
     def _for_all(self, want: Want) -> Turn:
-        return Turn(want, tuple(range(self._peers.world_size)), ends=want.kind == _REDUCE)
+        return Turn(want, tuple(self._ranks), ends=want.kind == _REDUCE)
 
     def reach(self, call: Call, failure: BaseException | None) -> Turn:
         """Return what all ranks do next, once that is certain, or raise.
@@ -290,20 +290,21 @@ class Agreement:
         # Compared as lists: a torch operator would release the GIL, and wait for the computing thread.
         everyone = self._of_all_ranks(torch.tensor(mine, device="cpu"), self.group).tolist()
         headers = [Header(*each) for each in everyone]
-        failed = [rank for rank, header in enumerate(headers) if header.failed]
+        failed = [place for place, header in enumerate(headers) if header.failed]
         turn = None
         if not failed and all(each[2:4] == mine[2:4] for each in headers):
             turn = Turn.of(headers, serves=self.serves)
         if turn is not None and len(turn.ranks) < len(headers) and not self.order.may_do(turn):
             turn = None
-        left = [rank for rank, header in enumerate(headers) if header.kind == _LEAVE]
+        left = [place for place, header in enumerate(headers) if header.kind == _LEAVE]
         if turn is None and left and not failed:  # others want what needs it
             self.asked += 1
             if want.kind == _LEAVE:
                 return self._for_all(want)
-            raise self._peers.peer_error("; ".join(f"rank {r} closed its model" for r in left))
+            raise self._peers.peer_error("; ".join(f"rank {self._ranks[r]} closed its model" for r in left))
         if turn is not None:
             self._take(turn, headers, want)
+            turn = turn._replace(ranks=tuple(self._ranks[place] for place in turn.ranks))
             self.asked += 1  # not earlier: a wait for the sets would call others to the next exchange
             return turn
         wanted: list[Any] = [None] * len(headers)
@@ -311,8 +312,8 @@ class Agreement:
         dist.all_gather_object(wanted, told, group=self.group)
         self.asked += 1
         if failed:
-            raise self._peers.peer_error("; ".join(f"rank {r} {wanted[r]}" for r in failed))
-        wants = "; ".join(f"rank {r} wants {what}" for r, what in enumerate(wanted))
+            raise self._peers.peer_error("; ".join(f"rank {self._ranks[r]} {wanted[r]}" for r in failed))
+        wants = "; ".join(f"rank {r} wants {what}" for r, what in zip(self._ranks, wanted, strict=True))
         raise DivergenceError(
             f"the ranks took different paths at collective {self._count}: {wants}. "
             + (_MAY if self.serves else _MUST)
@@ -329,7 +330,7 @@ class Agreement:
         else:
             self.order.part(turn.want)
         if turn.want.kind in REDUCTIONS and not same:
-            wanted = self._peers.rank in turn.ranks
+            wanted = self._ranks.index(self._peers.rank) in turn.ranks
             used = self._call.used if wanted else bytes(headers[turn.ranks[0]].numel)
             sets = torch.frombuffer(bytearray(used), dtype=torch.uint8)
             self.used = self._of_all_ranks(sets, self.group).amax(0).numpy().tobytes()

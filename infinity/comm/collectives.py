@@ -133,18 +133,28 @@ class Collectives:
 
     Every rank must construct one at the same point and call its methods in the same order. ``ranks_per_node``
     consecutive ranks are taken to be on one node; None: those on one host. The ranks of each of ``rows``
-    share units (None: all do): gathers and reductions are theirs, all else is every rank's.
+    share units (None: all do): gathers and reductions are theirs. Those of each of ``stages`` run one program
+    (None: all do): they agree on each collective, and decide what does not concern other ones.
     """
 
     def __init__(
         self, device: torch.device, timeout_s: float,
         on_failure: Callable[[BaseException], None] = lambda error: None, ranks_per_node: int | None = None,
-        rows: Sequence[Sequence[int]] | None = None,
+        rows: Sequence[Sequence[int]] | None = None, stages: Sequence[Sequence[int]] | None = None,
     ) -> None:  # fmt: skip
-        self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        several, limit = stages is not None and len(stages) > 1, timedelta(seconds=timeout_s)
+        divide: Any = dist.new_subgroups_by_enumeration
+
+        def of_stage() -> Any:
+            return divide(stages, limit, "gloo")[0] if several else dist.new_group(None, limit, "gloo")
+
+        self._control = dist.new_group(backend="gloo", timeout=limit)
+        self._stage = of_stage() if several else self._control
         self.peers = Peers(dist.get_rank(), dist.get_world_size(), timeout_s, on_failure)
         self._in_flight = InFlight(device, self.peers)
-        self._agreement = Agreement(self.peers, self._of_all_ranks, asks_reductions=device.type != "cpu")
+        # Of a mesh the headers of reductions are the barrier of commits: a row's ranks wait for its own only.
+        asks = device.type != "cpu" or rows is not None
+        self._agreement = Agreement(self.peers, of_stage(), self._of_all_ranks, asks_reductions=asks)
         #: Groups on which other threads than this one's wait: of :meth:`all_to_all`, messages; a row's.
         self._apart: dict[str, Any] = {}
         self.messages: Any = None  # of :class:`infinity.comm.messages.Messages`, once there are any
@@ -160,7 +170,6 @@ class Collectives:
             elif len(sets) == 1:
                 return self._control
             # By all ranks: the name that some would give a group alone counts groups that others may lack.
-            divide: Any = dist.new_subgroups_by_enumeration
             return divide(sets, timedelta(seconds=limit_s), backend)[0]
 
         if ranks_per_node is None and len(rows) == 1:
@@ -285,13 +294,16 @@ class Collectives:
     ) -> Tensor:
         """Return all ranks' values (below 2**53), float64, ``(world_size, len(values))``; blocks.
 
+        Only values of kind ``sum`` are those of other stages, too.
+
         A function is called on the collectives' thread when all ranks want their ``count`` values; again if
         a rank had more to reduce before.
         """
 
         def issue(_: object, turn: Turn) -> Tensor | None:
             mine = [1.0, *(values() if callable(values) else values)]
-            everyone = self._of_all_ranks(torch.tensor(mine, dtype=torch.float64, device="cpu"))
+            group = self._control if kind == "sum" else self._stage
+            everyone = self._of_all_ranks(torch.tensor(mine, dtype=torch.float64, device="cpu"), group)
             return everyone[:, 1:] if bool(everyone[:, 0].all()) else None
 
         everyone: Tensor = self._submit(kind, count or len(values), where, issue).value()  # type: ignore[arg-type]
@@ -301,7 +313,8 @@ class Collectives:
         """Let a row's first rank's ``values``, those of unit ``index`` in host memory, be its; blocks."""
 
         def issue(*_: Any) -> Tensor:
-            self._of_all_ranks(torch.zeros(1, device="cpu"))  # else rank 0 may end before others begin
+            ones = torch.ones(1, device="cpu")  # else a rank may end before others begin
+            self._of_all_ranks(ones, self._stage)
             group = self._apart.get("row", self._control)
             self._end(dist.broadcast(values, src=self.nodes.row[0], group=group, async_op=True), group)
             return values
@@ -472,11 +485,11 @@ class Collectives:
             self.server.take(index, self._agreement.used, fill)
 
     def _of_all_ranks(self, mine: Tensor, group: Any = None) -> Tensor:
-        """Return every rank's ``mine``, ``(n,)`` on the CPU, as ``(world_size, n)``; blocks."""
+        """Return the ``mine`` of every rank of a group, ``(n,)`` on the CPU, as ``(size, n)``; blocks."""
         group = group or self._control
-        everyone = torch.empty(self.world_size * len(mine), dtype=mine.dtype, device="cpu")
+        everyone = torch.empty(group.size() * len(mine), dtype=mine.dtype, device="cpu")
         self._end(all_gather(everyone, mine, group=group, async_op=True), group)
-        return everyone.view(self.world_size, -1)
+        return everyone.view(group.size(), -1)
 
     def _end(self, work: Any, group: Any) -> None:
         """Wait for a collective or raise a RuntimeError: see [Note: no thread stays behind]."""

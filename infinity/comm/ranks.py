@@ -43,6 +43,7 @@ class Ranks:
     memory: NodeMemory | None = None  # None: each has host memory of its own
     note: str = ""  # on that, for a run's start
     mesh: str = ""  # the sizes of its dimensions, where ranks are in one
+    first: int = 0  # of the ranks that run the same program
 
     @property
     def share(self) -> tuple[int, int]:
@@ -67,7 +68,7 @@ class Ranks:
         return 1 if self.collectives is None else self.collectives.nodes.count
 
     def least(self, value: int, where: str) -> int:
-        """Return the smallest ``value`` of all ranks, so that they decide alike; all must call."""
+        """Return the smallest ``value`` of a stage's ranks, so that they decide alike; all must call."""
         if self.collectives is None:
             return value
         return int(self._exchange("least", [value], where).amin())
@@ -254,17 +255,18 @@ def open_ranks(
     Those of one node have weights in one host memory, if they are to share it and all can open it. In a
     ``mesh`` ranks share units along one dimension, and host memory never.
     """
-    rows = None if mesh is None else _rows_of(mesh)
+    rows, stages = (None, None) if mesh is None else (_rows_of(mesh), stages_of(mesh))
     if not dist.is_initialized() or (world_size := dist.get_world_size()) == 1:
         return Ranks(0, 1, device)
     if ranks_per_node and world_size % ranks_per_node:
         wanted = f"a number that divides that of ranks, {world_size}; or null: as hosts say"
         raise SettingError("partition.ranks_per_node", ranks_per_node, wanted)
     with peer_errors("meeting the other ranks"):
-        collectives = Collectives(device, timeout_s, on_failure, ranks_per_node, rows)
+        collectives = Collectives(device, timeout_s, on_failure, ranks_per_node, rows, stages)
     if mesh is not None:
         sizes = ", ".join(f"{name}={n}" for name, n in zip(mesh.mesh_dim_names, mesh.shape, strict=True))
-        return Ranks(collectives.rank, world_size, device, collectives, mesh=sizes)
+        first = next(stage[0] for stage in stages_of(mesh) if collectives.rank in stage)
+        return Ranks(collectives.rank, world_size, device, collectives, mesh=sizes, first=first)
     peers = device.type != "cpu" and bool(
         collectives.exchange("least", [reaches_others(device)], "access between devices").all()
     )
@@ -275,8 +277,15 @@ def open_ranks(
     return Ranks(collectives.rank, world_size, device, collectives, memory, note)
 
 
-#: The dimension of a mesh along which units are cut into shards, and batches differ.
-SHARDING = "dp"
+#: The dimensions of a mesh along which units are cut into shards, and batches differ; and modules do.
+SHARDING, STAGES = "dp", "pp"
+
+
+def stages_of(mesh: Any) -> Any:
+    """Return the ranks of each stage, of which a mesh without such a dimension is one."""
+    names, ranks = mesh.mesh_dim_names or (), mesh.mesh
+    stages = ranks.movedim(names.index(STAGES), 0) if STAGES in names else ranks.flatten()[None]
+    return stages.flatten(1).tolist()
 
 
 def _rows_of(mesh: Any) -> list[list[int]]:
@@ -342,7 +351,7 @@ def all_ranks_or_raise(ranks: Ranks, what: str) -> Iterator[None]:
     except Exception as error:
         failure = error
     several = ranks.world_size > 1 and not isinstance(failure, PeerError)
-    if several and not ranks.least(failure is None, what):
+    if several and ranks.sum(failure is not None, what):
         own = "" if failure is None else f"{type(failure).__name__}: {failure}"
         told = [own] if ranks.collectives is None else ranks.collectives.share_all(own, what)
         how = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(told) if text)

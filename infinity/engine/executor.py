@@ -17,7 +17,7 @@ from torch import nn
 
 from infinity.activations.controller import ActivationBudget, Activations
 from infinity.comm.collectives import Server
-from infinity.comm.ranks import Ranks
+from infinity.comm.ranks import STAGES, Ranks
 from infinity.core import budget
 from infinity.core.config import MemoryConfig, SettingError
 from infinity.core.errors import BudgetError, StateError
@@ -90,12 +90,14 @@ def engine_config(config: Any) -> EngineConfig:
     return found
 
 
-def check_mesh(config: EngineConfig) -> None:
+def check_mesh(config: EngineConfig, mesh: Any) -> None:
     """Raise a SettingError for a setting that does not go together with a mesh of ranks."""
     per_node, shared, copies = config.partition.ranks_per_node, config.memory.shared, config.durability.copies
+    staged = STAGES in (getattr(mesh, "mesh_dim_names", None) or ())
     for key, value, allowed in (
         ("train.stages", config.stages, (False,)), ("memory.shared", shared, ("auto", "never")),
         ("durability.copies", copies, (1,)), ("partition.ranks_per_node", per_node, (None,)),
+        ("run.name", config.run_name if staged else None, (None,)),
     ):  # fmt: skip
         if value not in allowed:
             raise SettingError(key, value, f"{' or '.join(map(str, allowed))}, with a mesh of ranks")
@@ -391,7 +393,8 @@ class StepExecutor(ActivationBudget):
         if not any_synced:
             self._count_step()
             return None
-        self.units.parts.check_alike(everyone[:, 1])
+        if self.units.parts.mesh is not None:
+            self.units.parts.check_alike(everyone[:, 1])
         self.prefetcher.forget(self.prefetcher.staying & path.sums.in_parts.keys())  # updated elsewhere
         return {
             party: math.sqrt(total) / hypers.loss_scale if math.isfinite(total) else total

@@ -246,7 +246,7 @@ class FullValues:
             part, value = self.units.parts.get(id(param)), state.get(prefix + name)
             if part is not None and value is not None:  # ``state`` is a copy that torch made
                 state[prefix + name] = part.of_whole(value, join=building)
-                self.units.parts.digests.pop(id(param), None)  # it may be written
+                part.digests.clear()  # it may be written
         if not building:
             own = [p for p in module._parameters.values() if p is not None]
             with uninterrupted, contextlib.ExitStack() as stack:

@@ -140,7 +140,7 @@ class Runtime:
             ),
             self.tiers, self._serve, device, self._compute_in_tiles,
         )  # fmt: skip
-        self.units.parts.mesh = mesh
+        self.units.parts.mesh, self.units.parts.staged = mesh, "pp=" in ranks.mesh
         self.values = FullValues(self.tiers, self.construction, self.executor)
 
     def _compute_in_tiles(self, param: nn.Parameter) -> None:

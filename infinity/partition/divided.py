@@ -14,16 +14,18 @@ rank, which is noticed when a unit is stored.
 norm of gradients, and saved: the first along each dimension of the mesh over which it is not divided.
 """
 
+import functools
+import math
 import sys
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from infinity.comm.ranks import SHARDING
+from infinity.comm.ranks import SHARDING, STAGES
 from infinity.core.errors import StateError
 from infinity.core.nbytes import Box
 
@@ -89,6 +91,7 @@ class Part:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     dims: frozenset[str]  # of the mesh, over which it is divided
+    digests: list[int] = field(default_factory=list, compare=False)  # of what it was when it was divided
 
     @classmethod
     def of(cls, name: Callable[[], str], spec: Any, mesh: Any) -> "Part":
@@ -145,18 +148,18 @@ class Parts(dict[int, Part]):
     """Maps ids of a model's divided parameters, which units keep alive, to what this rank has of them."""
 
     mesh: Any = None  # of all ranks, if they are in one
+    staged = False  # ranks of the mesh have other modules
     open = False  # the block in which parameters may be divided goes on
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.digests: dict[int, int] = {}  # of parts when they were divided or loaded
-        self.squares = 0.0  # the sum of squares of this step's gradients that ranks have alike
+    squares = 0.0  # the sum of squares of this step's gradients that ranks have alike
 
     def look(self, param: Tensor, name: Callable[[], str]) -> None:
         """Raise a StateError if a part has other values than when it was looked at first."""
         first = param.detach().reshape(-1)[:_LOOKED_AT].cpu()
         digest = zlib.crc32(first.contiguous().view(torch.uint8).numpy().tobytes())
-        if self.digests.setdefault(id(param), digest) != digest and not bool((first == first[0]).all()):
+        digests = self[id(param)].digests
+        digests.append(digest)
+        if digests[0] != digest and not bool((first == first[0]).all()):
             raise StateError(
                 f"{name()} was initialized after parallelize_module, which gives each rank's part the same "
                 "values: do it before. load_state_dict, and infinity.gathered after the block, write parts"
@@ -164,33 +167,38 @@ class Parts(dict[int, Part]):
 
     def check_alike(self, squares: Tensor) -> None:
         """Raise a StateError unless all ranks that share a batch have the same: see the note."""
-        if self.mesh is None:
-            return
-        dim = self.mesh.mesh_dim_names.index(SHARDING)
-        rows = squares[self.mesh.mesh.cpu().movedim(dim, 0).flatten(1)]
-        low, high = rows.amin(1), rows.amax(1)
+        of_rows = squares[self._rows]
+        low, high = of_rows.amin(1), of_rows.amax(1)
         if bool((high - low > _ALIKE * high).any()):
             raise StateError(
-                f"ranks along {', '.join(n for n in self.mesh.mesh_dim_names if n != SHARDING)} have other "
-                f"gradients of parameters that are not divided: from {low.tolist()} to {high.tolist()} (sums "
-                "of squares). They got other batches, or draw other random numbers (dropout), or such a "
-                "parameter is used where activations are divided, and needs a style (SequenceParallel)"
+                "ranks that are to have the same batch have other gradients of what each has whole, "
+                f"sums of squares {low.tolist()} to {high.tolist()}: they got other batches, draw other "
+                "random numbers (dropout), or use one on parts of activations, without SequenceParallel"
             )
 
     def is_alike(self, param: Tensor) -> bool:
         """Return whether ranks that share a batch have all of a parameter."""
-        return self.mesh is not None and ((part := self.get(id(param))) is None or not part.dims)
+        several = self.mesh is not None and self._rows.shape[1] > 1
+        return several and ((part := self.get(id(param))) is None or not part.dims)
+
+    @functools.cached_property
+    def _rows(self) -> Tensor:
+        """The ranks that are to have the same batch, ``(batches, ranks)``."""
+        own = [d for d, n in enumerate(self.mesh.mesh_dim_names) if n in (SHARDING, STAGES)]
+        of_each: Tensor = self.mesh.mesh.cpu().movedim(own, [*range(len(own))])
+        return of_each.reshape(math.prod(of_each.shape[: len(own)]), -1)
 
     def counts(self, param: Tensor) -> bool:
         """Return whether a parameter counts here: see [Note: what counts once]."""
         if self.mesh is None:
             return True
-        own = {SHARDING} if (part := self.get(id(param))) is None else {SHARDING, *part.dims}
+        part = self.get(id(param))
+        own = {SHARDING, STAGES} if part is None else {SHARDING, STAGES, *part.dims}
         return not any(self.mesh.get_local_rank(dim) for dim in self.mesh.mesh_dim_names if dim not in own)
 
     def check_none(self, what: str) -> None:
         """Raise a StateError, since ``what`` would take this rank's parts for whole parameters."""
-        if self:
+        if self or self.staged:
             raise StateError(
                 f"{what} of a model that is divided over the ranks of a mesh: infinity.save_checkpoint "
                 "writes its whole parameters, and infinity.load_checkpoint loads them without a mesh"

@@ -143,6 +143,7 @@ class Completions:
     ) -> None:  # fmt: skip
         self.leaves, self._parameters, self._recomputed = leaves, parameters, recomputed
         self.syncing = True  # False under no_sync: backward completes no gradients of the step
+        self.awaited = 0  # passes under no_sync after which one does
         # By unit: parameters that fired in this pass, and what ``parameters`` gave.
         self._fired: dict[int, tuple[set[int], int, int]] = {}
         self.passed: set[int] = set()  # units that are complete in this backward pass
@@ -182,6 +183,9 @@ class Completions:
 
     def end_backward(self) -> None:
         self.synced, self.accumulated = self.syncing, not self.syncing
+        if self.awaited:
+            self.awaited -= 1
+            self.syncing = not self.awaited
         self._begin_pass()
 
     def reset(self) -> None:
