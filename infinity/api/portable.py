@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _Storag
 
 from infinity.api.optimizer import Optimizer
 from infinity.checkpoint.directory import Stored, StoredPart
-from infinity.checkpoint.distcp import METADATA, DistributedCheckpoint, common_prefix
+from infinity.checkpoint.distcp import METADATA, DistributedCheckpoint, common_prefix, numbers_of
 from infinity.checkpoint.load import named_targets
 from infinity.checkpoint.writer import Publication, RangeWriter, TensorSpec, check_room, reserve, writing
 from infinity.comm.ranks import Ranks, all_ranks_or_raise, gather
@@ -49,7 +49,7 @@ from infinity.core.nbytes import Box, Transfer, boxes
 from infinity.device.accelerator import trim_heap
 from infinity.engine.runtime import Runtime, runtime_of
 from infinity.optim.dictionaries import RULE, carried
-from infinity.optim.rule import OFFSET, Rule
+from infinity.optim.rule import OFFSET
 from infinity.optim.rules import find_rule
 from infinity.partition.unit import Segment, Unit
 
@@ -565,7 +565,7 @@ class PortableValues:
             [f"state.{name}{first}" for group in members for _, names in group for name in names],
             {key for key in self._checkpoint if key.endswith(first)},
         )
-        numbers = _numbers(self._checkpoint, prefix, before)
+        numbers = numbers_of(self._checkpoint, prefix, before)
         for options, group, found in zip(subject.groups, members, self.numbers, strict=True):
             for param, names in group:
                 held = [name for name in names if f"{prefix}state.{name}{first}" in self._checkpoint]
@@ -639,20 +639,3 @@ class PortableValues:
                     stored = self._fields[id(tensor)][0]
                     assert stored is not None
                     tensor.copy_(stored.whole(tensor.dtype))
-
-
-def _numbers(checkpoint: DistributedCheckpoint, prefix: str, rule: Rule) -> dict[str, dict[str, Any]]:
-    """Return hyperparameters by name of the parameter, from either form of [Note: names]."""
-    found: dict[str, dict[str, Any]] = {}
-    groups = f"{prefix}param_groups."
-    keys = [key for key in checkpoint.objects if key.startswith(groups)]
-    listed = {  # the names of each group
-        key.removesuffix(".params"): checkpoint.value(key) for key in keys if key.endswith(".params")
-    }
-    for key in keys:
-        group, _, number = key.rpartition(".")
-        if number in (*rule.defaults, "initial_lr") and (group in listed or not listed):
-            value, names = checkpoint.value(key), listed.get(group, [group.removeprefix(groups)])
-            for name in names if isinstance(names, list) else ():
-                found.setdefault(str(name), {})[number] = value
-    return found

@@ -265,3 +265,20 @@ def common_prefix(names: Sequence[str], keys: Collection[str]) -> str:
             counts = {each: sum(each + name in keys for name in names) for each in sorted(found)}
             return min(counts, key=lambda each: (-counts[each], len(each)))
     return ""
+
+
+def numbers_of(checkpoint: DistributedCheckpoint, prefix: str, rule: Any) -> dict[str, dict[str, Any]]:
+    """Return hyperparameters by name of the parameter, of groups or of each."""
+    found: dict[str, dict[str, Any]] = {}
+    groups = f"{prefix}param_groups."
+    keys = [key for key in checkpoint.objects if key.startswith(groups)]
+    listed = {  # the names of each group
+        key.removesuffix(".params"): checkpoint.value(key) for key in keys if key.endswith(".params")
+    }
+    for key in keys:
+        group, _, number = key.rpartition(".")
+        if number in (*rule.defaults, "initial_lr") and (group in listed or not listed):
+            value, names = checkpoint.value(key), listed.get(group, [group.removeprefix(groups)])
+            for name in names if isinstance(names, list) else ():
+                found.setdefault(str(name), {})[number] = value
+    return found
