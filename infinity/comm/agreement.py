@@ -235,7 +235,7 @@ class Agreement:
         self, peers: Peers, group: Any, of_all_ranks: Callable[[Tensor, Any], Tensor], *,
         asks_reductions: bool,
     ) -> None:  # fmt: skip
-        self.group, self._ranks = group, dist.get_process_group_ranks(group)
+        self.group = group
         self.asked, self._count = self._ranks[0] << 40, 0  # exchanges of headers, and collectives
         self._called = -1  # the exchange in which the others were told
         self.used = b""  # by any rank, as far as it is known, in the last collective
@@ -244,6 +244,10 @@ class Agreement:
         self._call, self._follows = Call(Want(0, 0), 0, ""), False
         self.serves = False
         self.turn = self._for_all(Want(0, 0))  # the last one
+
+    @property
+    def _ranks(self) -> list[int]:
+        return dist.get_process_group_ranks(self.group)
 
     def _for_all(self, want: Want) -> Turn:
         return Turn(want, tuple(self._ranks), ends=want.kind == _REDUCE)

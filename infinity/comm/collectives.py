@@ -148,8 +148,8 @@ class Collectives:
         def of_stage() -> Any:
             return divide(stages, limit, "gloo")[0] if several else dist.new_group(None, limit, "gloo")
 
-        self._control = dist.new_group(backend="gloo", timeout=limit)
-        self._stage = of_stage() if several else self._control
+        everyone = dist.new_group(backend="gloo", timeout=limit)
+        self._controls = everyone, of_stage() if several else everyone
         self.peers = Peers(dist.get_rank(), dist.get_world_size(), timeout_s, on_failure)
         self._in_flight = InFlight(device, self.peers)
         # Of a mesh the headers of reductions are the barrier of commits: a row's ranks wait for its own only.
@@ -186,6 +186,14 @@ class Collectives:
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="infinity-collectives", daemon=True)
         self._thread.start()
+
+    @property
+    def _control(self) -> Any:
+        return self._controls[0]
+
+    @property
+    def _stage(self) -> Any:
+        return self._controls[1]
 
     @property
     def rank(self) -> int:
