@@ -526,12 +526,12 @@ class _Ladder(PlanSearch):
 
     def __init__(self, profile: Profile, hardware: Hardware) -> None:
         super().__init__(profile, hardware)
-        self._found: dict[int, Candidate | None] = {}
+        self._of_rung: dict[int, Candidate | None] = {}
 
     def _best(self, rung: int) -> Candidate | None:
-        if rung not in self._found:
-            self._found[rung] = super()._best(rung)
-        return self._found[rung]
+        if rung not in self._of_rung:
+            self._of_rung[rung] = super()._best(rung)
+        return self._of_rung[rung]
 
 
 _ladder = cache(_Ladder)

@@ -407,8 +407,12 @@ class PlanSearch:
         found = self._nearby(rung)
         if found is None or self._is_fast(found):
             return found
-        again = self._index.again(found.plan)  # what need not leave gains little by it: it is tried here only
-        return self._fastest_of(found, rung, again, [self._everything(again)])
+        # What need not leave gains little by it, and host memory alone moves less: they are tried here only.
+        again = self._index.again(found.plan)
+        host = replace(self._hardware, read_bytes_per_s=0.0)
+        choices = self._everything(again), places_within(self._lifetimes(again), host, rung, self._rounded)
+        fitting = [places for places in choices if _peak(self._lifetimes(again), places) <= rung]
+        return self._fastest_of(found, rung, again, fitting)
 
     def _nearby(self, rung: int) -> Candidate | None:
         at = self._start(rung, (0,))

@@ -374,3 +374,12 @@ def test_what_loses_precision_is_coded_under_every_budget_and_never_recomputed()
         assert not made.recomputed
     with pytest.raises(RecipeError, match="the codec of slot"):
         play(transformer(6), made, channels)
+
+
+def test_where_the_last_moment_counts_a_drive_makes_no_plan_slower() -> None:
+    profile, gib = transformer(layers=6), 2.0**30
+    link = hardware(0.0, host=4.0, host_nbytes=10**12)
+    both = replace(link, read_bytes_per_s=gib, write_bytes_per_s=gib, mixed_bytes_per_s=2 * gib)
+    least = smallest_budget(profile, both)
+    with_drive, alone = (play(profile, plan(profile, each, least), each).step_s for each in (both, link))
+    assert with_drive <= alone
