@@ -27,7 +27,7 @@ ORDERS = (
     ("shards/homes.py", r"buffer\.wait_for_writes"),
 )
 #: The first defines these functions for all others; the other has a ``record`` of its own.
-NOT_IN = ("device/accelerator.py", "app/repeats.py")
+NOT_IN = ("device/accelerator.py", "predict/repeats.py")
 #: Other threads go on for so long before the host waits (s): what they do then, no wait has ordered.
 _PAUSE_S = 0.002
 #: Of the error if the call was not left out.
