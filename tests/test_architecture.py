@@ -296,7 +296,7 @@ ROOM_BUDGETS = {
     "observe": 978,
     "optim": 2884,
     "partition": 3084,
-    "planner": 2714,
+    "planner": 2718,
     "predict": 5265,
     "recipes": 1623,
     "shards": 5137,
