@@ -145,10 +145,13 @@ class LayerSchedule:
         """The losses of a batch, ``micro_batches`` slices of equal size.
 
         Tensors with as many rows (dim 0) as the batch's first tensor are cut, here and between blocks;
-        everything else is every slice's. Caches of keys and values are left out. A ValueError says that rows
-        are no multiple of ``micro_batches``, or cannot be told from tokens.
+        everything else is every slice's, but of ``num_items_in_batch``, by which models of transformers
+        divide the sum of a batch's losses, its share. Caches of keys and values are left out. A ValueError
+        says that rows are no multiple of ``micro_batches``, or cannot be told from tokens.
         """
         check_model(self._model, self.blocks)
+        if kwargs.get("num_items_in_batch") is not None:
+            kwargs["num_items_in_batch"] = kwargs["num_items_in_batch"] / self.micro_batches
         try:
             with self.calls.handed_to(self.begin((args, kwargs)).call):
                 self.loss(*args, **kwargs)

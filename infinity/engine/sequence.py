@@ -12,7 +12,7 @@ import re
 import sys
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from torch.utils._pytree import register_pytree_node
 
 from infinity.activations.recompute import node
 from infinity.comm.ranks import rank, world_size
@@ -91,7 +92,7 @@ class SequenceRanks:
 
     def reach(self, positions: Tensor, allowed: Callable[..., Any] | None = None) -> "Reach":
         """Return who attends to whom; ``positions`` are those of this rank's tokens in their documents."""
-        return Reach(self, _documents(self._gathered(positions)), allowed)
+        return Reach(self, _documents(self._gathered(positions)), allowed, _rows(len(positions)))
 
     def _gathered(self, positions: Tensor) -> Tensor:
         """Return the positions of all tokens, ``(rows, seq_len)``."""
@@ -155,7 +156,8 @@ class SequenceRanks:
         own: Any = weakref.ref(self)  # what the library has does not keep the model alive
         AttentionInterface.register(name, _attend)
         AttentionMaskInterface.register(
-            name, lambda *_, **how: Reach(own(), documents[0], how["mask_function"])
+            name,
+            lambda *_, **how: Reach(own(), documents[0], how["mask_function"], _rows(len(documents[0]))),
         )
         for interface in (AttentionInterface, AttentionMaskInterface):
             self._runtime.stack.callback(interface._global_mapping.pop, name)
@@ -174,14 +176,17 @@ class Reach:
     """Which tokens attend to which, in the whole sequences of a micro-batch: stands for its mask.
 
     Attributes:
-        documents: Those of the whole sequences.
+        documents: Those of the whole sequences, of all rows.
         allowed: Whether a token attends to another within its document, as transformers' masks say it of
             row, head and both positions; None: to all before it.
+        rows: Which rows of ``documents`` are here. A tensor, and this a node of trees: the layer schedule,
+            which cuts tensors, gives each micro-batch its rows.
     """
 
     ranks: SequenceRanks
     documents: Documents
     allowed: Callable[..., Any] | None
+    rows: Tensor
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -213,12 +218,12 @@ class Reach:
 
     def _attended(self, query: Tensor, key: Tensor, value: Tensor, how: Mapping[str, Any]) -> Tensor:
         """Return attention of some heads over whole sequences, ``(b, heads, seq_len, d)``."""
-        if len(set(self.documents)) == 1:  # all rows alike
-            rows = [(slice(None), self.documents[0])]
-        else:
-            rows = [(slice(row, row + 1), each) for row, each in enumerate(self.documents)]
+        of_rows = [self.documents[row] for row in self.rows.flatten().tolist()]
+        rows = [(slice(None), of_rows[0])]
+        if len(set(of_rows)) > 1:  # not all rows are alike
+            rows = [(slice(row, row + 1), each) for row, each in enumerate(of_rows)]
         parts = [
-            torch.cat([self._within(query[row], key[row], value[row], *each, how) for each in documents], 2)
+            torch.cat([self._within(query[row], key[row], value[row], a, b, how) for a, b in documents], 2)
             for row, documents in rows
         ]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
@@ -248,6 +253,15 @@ class Reach:
         how = {"dropout": how.get("dropout", 0.0), "scaling": scaling}
         found: Tensor = sdpa_attention_forward(of, query, key, value, mask, **how)[0]
         return found.transpose(1, 2)[:, :, first - last :, :width]
+
+
+register_pytree_node(
+    Reach, lambda reach: ([reach.rows], reach), lambda rows, reach: replace(reach, rows=next(iter(rows)))
+)
+
+
+def _rows(count: int) -> Tensor:
+    return torch.arange(count)[:, None, None, None]  # of as many dimensions as a mask
 
 
 def _documents(whole: Tensor) -> "Documents":
@@ -289,10 +303,13 @@ def _with_sinks(
     The token's key is nothing but that feature, of which queries have their head's ``scores``. Its value is
     zero. Values get as many features as keys have, which fused kernels want.
     """
+    width = query.shape[3]
     query = torch.cat([query, scores[None, :, None, None].expand(*query.shape[:3], 1)], 3)
-    key, value = (pad(each, (0, query.shape[3] - each.shape[3], 1, 0)) for each in (key, value))
-    key[:, :, 0, -1] = 1
-    return pad(query, (0, 0, 1, 0)), key, value, None if mask is None else pad(mask, (1, 0, 1, 0), value=True)
+    widest = max(width + 1, value.shape[3])
+    query = pad(query, (0, widest - width - 1, 1, 0))
+    key, value = (pad(each, (0, widest - each.shape[3], 1, 0)) for each in (key, value))
+    key[:, :, 0, width] = 1
+    return query, key, value, None if mask is None else pad(mask, (1, 0, 1, 0), value=True)
 
 
 def _exchanged(given: Tensor, ranks: SequenceRanks) -> Tensor:

@@ -96,6 +96,13 @@ MODELS: dict[str, Any] = {
             "moe_intermediate_size": 16, "num_experts_per_tok": 2, "pad_token_id": None,
         },
     ),
+    "wider values": (  # than keys, also with a score of sinks
+        MiMoV2FlashForCausalLM, MiMoV2FlashConfig,
+        {
+            "num_key_value_heads": 2, "v_head_dim": 7, "sliding_window": 5, "n_routed_experts": 4,
+            "moe_intermediate_size": 16, "num_experts_per_tok": 2, "pad_token_id": None,
+        },
+    ),
     "soft caps": (Gemma2ForCausalLM, Gemma2Config, {"num_key_value_heads": 4}),
     "state": (MambaForCausalLM, MambaConfig, {}),
 }  # fmt: skip
@@ -153,6 +160,33 @@ def divided(name: str, packed: bool, count: int, folder: str | None, checkpointe
     dist.all_reduce(losses)
     infinity.close(model)
     return (losses / dist.get_world_size()).tolist(), {key: before[key] - after[key] for key in before}
+
+
+def scheduled(name: str, packed: bool) -> Any:
+    """Like :func:`divided`, of two micro-batches in the layer schedule, whose rows have other documents."""
+    with infinity.Init(infinity.load_recipe(overrides=["train.dtype=fp32", "memory.host=1GiB"])):
+        model = model_of(name)
+    optimizer = infinity.optim.SGD(model, lr=1.0, momentum=0.0)
+    before, ranks, (tokens, targets, positions) = full(model), infinity.SequenceRanks(model, 2), rows()
+    given = ranks.split(tokens, targets.roll(1, 1)) | (
+        {"position_ids": ranks.part(positions)} if packed else {}
+    )
+    loss = infinity.layer_schedule(model, micro_batches=2)(**given).loss
+    loss.backward()
+    optimizer.step()
+    after, total = full(model), loss.detach().clone()
+    dist.all_reduce(total)
+    infinity.close(model)
+    return total.item() / 2, {key: before[key] - after[key] for key in before}
+
+
+@pytest.mark.parametrize(("name", "packed"), [("few key heads", True), ("wider values", False)])
+def test_micro_batches_of_the_layer_schedule_have_their_own_documents(name: str, packed: bool) -> None:
+    loss, gradients = whole(name, packed)
+    for total, found in run_ranks(scheduled, 2, name, packed):
+        assert total == pytest.approx(loss, rel=1e-6)
+        for key, gradient in gradients.items():
+            torch.testing.assert_close(found[key], gradient, rtol=2e-4, atol=2e-6)
 
 
 def full(model: Any) -> dict[str, torch.Tensor]:
