@@ -290,7 +290,7 @@ ROOM_BUDGETS = {
     "core": 2291,
     "data": 2722,
     "device": 1304,
-    "engine": 5417,
+    "engine": 5437,
     "integrations": 785,
     "nvme": 1213,
     "observe": 978,

@@ -261,7 +261,7 @@ register_pytree_node(
 
 
 def _rows(count: int) -> Tensor:
-    return torch.arange(count)[:, None, None, None]  # of as many dimensions as a mask
+    return torch.arange(count, device="cpu")[:, None, None, None]  # of as many dimensions as a mask
 
 
 def _documents(whole: Tensor) -> "Documents":
