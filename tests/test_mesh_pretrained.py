@@ -149,6 +149,23 @@ def refuse(folder: str) -> None:
     infinity.close(model)
 
 
+def other_labels(folder: str) -> None:
+    """A divided embedding and head add up what ranks give them, so that all gradients are alike."""
+    mesh, (_, batch) = mesh_of(1, 2), models.build("llama", seed=1)
+    how: dict[str, Any] = {"mesh": mesh, "tp_plan": "auto"}
+    model = infinity.from_pretrained(folder, recipe("fp32", ["memory.host=64MiB"]), **how).train()
+    optimizer, given = infinity.AdamW(model, lr=1e-3), batch(0)
+    with torch.no_grad():
+        model(**batch(mesh.get_local_rank("tp")))
+    model(**given).loss.backward()
+    optimizer.step()
+    given["labels"][0, : 1 + mesh.get_local_rank("tp")] = -100
+    model(**given).loss.backward()
+    with pytest.raises(StateError, match="got other batches: the tokens, labels"):
+        optimizer.step()
+    infinity.close(model)
+
+
 def by_function(folder: str, files: str) -> None:
     """A function of the user's divides; a base that stays frozen is read, in its parts, into own files."""
     mesh, given = mesh_of(1, 2), recipe("bf16", streaming(files))
@@ -167,5 +184,9 @@ def by_function(folder: str, files: str) -> None:
 def test_what_divides_may_be_a_function_and_what_does_not_go_together_is_an_error(tmp_path):
     save("Llama", tmp_path / "a", torch.bfloat16)
     run_ranks(
-        several, 2, (refuse, str(tmp_path / "a")), (by_function, str(tmp_path / "a"), str(tmp_path / "b"))
+        several,
+        2,
+        (refuse, str(tmp_path / "a")),
+        (other_labels, str(tmp_path / "a")),
+        (by_function, str(tmp_path / "a"), str(tmp_path / "b")),
     )

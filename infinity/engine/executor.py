@@ -130,6 +130,7 @@ class StepExecutor(ActivationBudget):
         self.figures = PassFigures()  # of the last step
         self.blocks: tuple[Sequence[set[int]], Sequence[set[int]], str] | None = None
         storage, ranks = tiers.storage, tiers.ranks
+        self.units.parts.watch(construction.roots)
         # One rank alone need not gather what is in a leaf as one.
         leaves = construction.builder.leaves if ranks.world_size > 1 else {}
         rules = make_rules(storage.rule, config.memory, ranks, storage.layout.dtype)
@@ -374,6 +375,7 @@ class StepExecutor(ActivationBudget):
         self.timeline.stall("collective", self.updates.wait_for_gradients)
         self._check_complete()
         path, hypers, synced = self.gradients.path, self.updates.hypers, self.gradients.completions.synced
+        parts = self.units.parts
         if self.tiers.ranks.collectives is not None:  # this rank may have used nothing
             self.updates.records.wait_for_commit()
         squares: dict[Any, list[float]] = {}
@@ -386,15 +388,15 @@ class StepExecutor(ActivationBudget):
                 pending = self.updates.ready[index]
                 squares.setdefault(hypers.party(pending.used), []).append(pending.sum_of_squares)
             sums = (math.fsum(squares.get(party, ())) for party in hypers.parties)
-            return [float(synced), self.units.parts.squares, *sums]
+            return [float(synced), parts.squares, float(parts.inputs), *sums]
 
-        everyone = self.tiers.ranks.each(values, 2 + len(hypers.parties), "the gradient norm")
-        any_synced, _, *totals = (float(each.sum()) for each in everyone.T)
+        everyone = self.tiers.ranks.each(values, 3 + len(hypers.parties), "the gradient norm")
+        any_synced, _, _, *totals = (float(each.sum()) for each in everyone.T)
         if not any_synced:
             self._count_step()
             return None
-        if self.units.parts.mesh is not None:
-            self.units.parts.check_alike(everyone[:, 1])
+        if parts.mesh is not None:
+            parts.check_alike(everyone[:, 1], everyone[:, 2])
         self.prefetcher.forget(self.prefetcher.staying & path.sums.in_parts.keys())  # updated elsewhere
         return {
             party: math.sqrt(total) / hypers.loss_scale if math.isfinite(total) else total

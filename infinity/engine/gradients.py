@@ -185,7 +185,7 @@ class GradientPath:
     def reset(self) -> None:
         self.sums.clear()
         self._unread.clear()
-        self.mover.units.parts.squares = 0.0
+        self.mover.units.parts.squares = self.mover.units.parts.inputs = 0.0
         self._reducing = None
 
     def close(self) -> None:

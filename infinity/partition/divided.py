@@ -7,8 +7,9 @@ replicated. What autograd saves of a DTensor is its local part, too.
 
 [Note: what ranks have alike] Gradients of parameters that are not divided are the same on all ranks that
 share a batch. Every step compares sums of their squares: with other batches, or other random numbers, ranks
-would train other models in silence. An initializer that runs after the division draws the same values on each
-rank, which is noticed when a unit is stored.
+would train other models in silence. Where an embedding and a head are divided, which add up what ranks give
+them, such gradients are alike with any batches: tokens and labels are compared, too. An initializer that runs
+after the division draws the same values on each rank, which is noticed when a unit is stored.
 
 [Note: what counts once] Of a parameter that several ranks of the mesh have alike, one has it counted in the
 norm of gradients, and saved: the first along each dimension of the mesh over which it is not divided.
@@ -23,7 +24,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from infinity.comm.ranks import SHARDING, STAGES
 from infinity.core.errors import StateError
@@ -152,6 +154,21 @@ class Parts(dict[int, Part]):
     open = False  # the block in which parameters may be divided goes on
 
     squares = 0.0  # the sum of squares of this step's gradients that ranks have alike
+    inputs: Any = 0.0  # a digest of the tokens and labels of this step
+
+    def watch(self, roots: list[nn.Module]) -> None:
+        """Take in what models are given in training, to compare it among ranks that share a batch."""
+        if self.mesh is not None and self._rows.shape[1] > 1:
+            for root in roots:
+                root.register_forward_pre_hook(self._take, with_kwargs=True)
+
+    def _take(self, root: nn.Module, args: Any, kwargs: Any) -> None:
+        if not (root.training and torch.is_grad_enabled()) or torch.compiler.is_compiling():
+            return
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and not leaf.is_floating_point() and not is_divided(leaf):
+                places = torch.arange(1, leaf.numel() + 1, dtype=torch.float64, device=leaf.device)
+                self.inputs = self.inputs + (leaf.flatten() * places).sum()
 
     def look(self, param: Tensor, name: Callable[[], str]) -> None:
         """Raise a StateError if a part has other values than when it was looked at first."""
@@ -165,7 +182,7 @@ class Parts(dict[int, Part]):
                 "values: do it before. load_state_dict, and infinity.gathered after the block, write parts"
             )
 
-    def check_alike(self, squares: Tensor) -> None:
+    def check_alike(self, squares: Tensor, inputs: Tensor) -> None:
         """Raise a StateError unless all ranks that share a batch have the same: see the note."""
         of_rows = squares[self._rows]
         low, high = of_rows.amin(1), of_rows.amax(1)
@@ -174,6 +191,12 @@ class Parts(dict[int, Part]):
                 "ranks that are to have the same batch have other gradients of what each has whole, "
                 f"sums of squares {low.tolist()} to {high.tolist()}: they got other batches, draw other "
                 "random numbers (dropout), or use one on parts of activations, without SequenceParallel"
+            )
+        of_rows = inputs[self._rows]
+        if bool((of_rows != of_rows[:, :1]).any()):
+            raise StateError(
+                "ranks that are to have the same batch got other batches: the tokens, labels or masks that "
+                "the model was given in this step differ. Give ranks that differ in 'dp' alone other batches"
             )
 
     def is_alike(self, param: Tensor) -> bool:
