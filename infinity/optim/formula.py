@@ -12,7 +12,7 @@ import functools
 import math
 import operator
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, TypeVar, cast
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 from torch.fx.proxy import GraphAppendingTracer
+from torch.utils._python_dispatch import _disable_current_modes
 
 from infinity.device.accelerator import compile_kernel, rounds_roots
 from infinity.optim.state import Quantized, StateLayout
@@ -75,6 +76,7 @@ _SPELLED: Mapping[Any, str] = {
     operator.gt: "({} > {})", operator.ge: "({} >= {})", operator.neg: "(-{})",
     root: "root({})", sign: "sign({})", where: "where({}, {}, {})",
 }  # fmt: skip
+_COMPARISONS = operator.lt, operator.le, operator.gt, operator.ge
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +94,11 @@ class Formula:
         given = [graph.placeholder(f"given{number}") for number in range(count)]
         try:
             made = function(*(fx.Proxy(each, GraphAppendingTracer(graph)) for each in given))
-            results = tuple(_name(each.node if isinstance(each, fx.Proxy) else each) for each in made)
+            made = tuple(each.node if isinstance(each, fx.Proxy) else each for each in made)
+            results = tuple(map(_name, made))
             lines = ((node, _SPELLED[node.target]) for node in graph.nodes if node not in given)
             spelled = tuple((_name(node), how.format(*map(_name, node.args))) for node, how in lines)
+            _check(function, graph, made)
         except Exception:  # of torch.fx, or of a function that asks more of what it is given
             return None
         return cls(tuple(map(_name, given)), spelled, results)
@@ -158,9 +162,29 @@ def _name(value: Any) -> str:
     """Return the name of a node, or a constant; ValueError or TypeError: it is no finite number."""
     if isinstance(value, fx.Node):
         return f"own_{value.name}"
-    if not math.isfinite(value):
-        raise ValueError(value)
-    return f"f32({np.float32(value).item()!r})"
+    with np.errstate(over="raise"):
+        if not math.isfinite(rounded := np.float32(value).item()):
+            raise ValueError(value)
+    return f"f32({rounded!r})"
+
+
+def _check(function: Callable[..., Any], graph: fx.Graph, made: Sequence[Any]) -> None:
+    """Raise a ValueError if what was traced is not what ``function`` does to tensors.
+
+    It may ask for a type, draw random numbers, or add comparisons, which are no numbers to torch.
+    """
+    with _disable_current_modes(), np.errstate(all="ignore"):  # some are negative
+        places = [node for node in graph.nodes if node.op == "placeholder"]
+        given = torch.arange(1, 1 + 8 * len(places), dtype=torch.float32, device="cpu").sin().view(-1, 8)
+        known: dict[Any, Any] = dict(zip(places, given.unbind(), strict=True))
+        for node in graph.nodes:
+            if node not in known:
+                known[node] = node.target(*fx.node.map_arg(node.args, known.__getitem__))
+                if known[node].dtype not in (torch.float32, torch.int64) and node.target not in _COMPARISONS:
+                    raise ValueError(node)
+        eager = function(*given.clone().unbind())
+        for one, other in zip(eager, fx.node.map_arg(tuple(made), known.__getitem__), strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 #: Threads of a block of a kernel, and elements of one launch: its numbers are 32 bits wide.

@@ -5,6 +5,8 @@ import ctypes
 import importlib
 import itertools
 import math
+import operator
+import random
 import shutil
 import subprocess
 from typing import Any
@@ -390,6 +392,35 @@ def test_every_operation_is_as_torch_has_it():
 def test_what_is_no_arithmetic_of_one_element_is_left_to_torch():
     assert [Formula.of(each, 2) for each in (exponential, that_looks, without_end)] == [None] * 3
     assert float(sign(torch.tensor(float("nan")))) == 0
+
+
+@pytest.mark.parametrize(
+    "direction",
+    [
+        lambda g, m: g * random.random(),
+        lambda g, m: g if isinstance(g, Tensor) else m,
+        lambda g, m: (g > 0) + (m > 0),  # to torch 1 and 1 is 1
+        lambda g, m: g * torch.tensor([0.1], dtype=torch.float64),
+        lambda g, m: g * 1e39,
+        lambda g, m: operator.iadd(m, g),
+    ],
+    ids=["random", "type", "comparisons", "float64", "infinite", "in place"],
+)
+def test_what_a_trace_does_not_tell_is_left_to_torch(direction: Any):
+    assert Formula.of(lambda w, g, m: (w - direction(g, m), m), 3) is None
+
+
+def test_constants_of_closures_and_loops_are_traced():
+    rates = [0.1, 0.2]
+
+    def made(w: Tensor, g: Tensor) -> tuple[Tensor]:
+        for rate in rates:
+            w = w - rate * g
+        return (w,)
+
+    read = Formula.of(made, 2)
+    assert read is not None
+    assert "f32(0.20000000298023224)" in read.python("compiled")
 
 
 def dynamic_map(signed: bool) -> Tensor:
