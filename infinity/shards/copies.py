@@ -40,6 +40,8 @@ from infinity.shards.journal import (
 from infinity.shards.saved import PART_NBYTES, RunFiles, files_in, parts_of, pieces_of, write_piece
 
 _TOKEN_NBYTES = 32
+#: The longest wait for what a connection has to begin with (s).
+_GREETING_S = 2.0
 #: The longest silence of the rank whose copy is here, at the end, that is waited for (s).
 _FAREWELL_S = 5.0
 
@@ -155,9 +157,12 @@ class _Keeper:
         with contextlib.suppress(OSError, EOFError):  # the other rank ended, or this one closes
             while True:
                 self._from, _ = self._server.accept()
-                if hmac.compare_digest(_bytes(self._from, _TOKEN_NBYTES), self._token):
-                    break
+                self._from.settimeout(_GREETING_S)
+                with contextlib.suppress(OSError, EOFError):  # of what is no rank, such as a port scanner
+                    if hmac.compare_digest(_bytes(self._from, _TOKEN_NBYTES), self._token):
+                        break
                 self._from.close()
+            self._from.settimeout(None)
             self._keep(self._from)
 
     def _keep(self, other: socket.socket) -> None:

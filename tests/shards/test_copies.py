@@ -1,10 +1,13 @@
 """``durability.copies=2``: a node that is lost with its drives loses no commit."""
 
+import contextlib
 import hashlib
 import json
 import os
+import pickle
 import shutil
 import signal
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ import infinity
 from infinity.core.errors import DiskError, StateError
 from infinity.core.nbytes import Piece
 from infinity.engine.runtime import runtime_of
+from infinity.shards import copies
 from infinity.shards.saved import _Entry, _moves, write_piece
 from tests.helpers.cases import few
 from tests.helpers.launch import run_ranks, start_ranks
@@ -181,3 +185,37 @@ def test_a_part_that_a_full_drive_takes_half_of_is_an_error(tmp_path: Path) -> N
     path, part = tmp_path / "rank0-1-0.bin", Piece(0, 4096, 8192)
     with open(path, "wb") as file, file_limit(8192), pytest.raises(DiskError, match="after 4096 bytes"):
         write_piece(file.fileno(), path, part, memoryview(bytes(8192)))
+
+
+class Bomb:
+    """Makes a folder where it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self._folder),)
+
+
+def test_strangers_at_the_port_of_copies_achieve_nothing(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(copies, "_GREETING_S", 0.2)
+    token, harm = b"t" * 32, pickle.dumps(("begin", Bomb(tmp_path / "harm")))
+    message = len(harm).to_bytes(8) + harm
+    server = socket.create_server(("127.0.0.1", 0), backlog=9)
+    keeper = copies._Keeper(server, token, [tmp_path], synced=False)
+    with contextlib.ExitStack() as stack:
+        stack.callback(keeper.close)
+
+        def connect() -> socket.socket:
+            return stack.enter_context(socket.create_connection(server.getsockname(), timeout=20))
+
+        connect().close()  # as a port scanner does
+        silent, junk, late = connect(), connect(), connect()
+        junk.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        late.sendall(message)
+        rank = connect()
+        rank.sendall(token)
+        copies._send(rank, ("give_up", "retire"))
+        assert copies._received(rank) is True
+        assert silent.recv(1) == b""
+        assert not [*tmp_path.iterdir()]
