@@ -410,7 +410,10 @@ def no_sync(model: nn.Module, micro_batches: int | None = None) -> Iterator[None
 
     Raises:
         BudgetError: Gradients that wait for later micro-batches fit nowhere; the message has the arithmetic.
+        SettingError: ``micro_batches`` is no whole number above 0.
     """
+    if micro_batches is not None and (not isinstance(micro_batches, int) or micro_batches < 1):
+        raise SettingError("micro_batches", micro_batches, "a whole number above 0")
     executor = runtime_of(model).executor()
     with uninterrupted:
         executor.divide_again(accumulates=True)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import infinity
 from infinity import BudgetError
+from infinity.core.config import SettingError
 from infinity.core.nbytes import Transfer, rounded_sum
 from infinity.device.memory import CountingPool, HostPool, Pool
 from infinity.engine.accumulation import Gradient, Sums
@@ -233,3 +234,9 @@ def test_a_sum_that_could_not_be_written_is_an_error_of_the_next_micro_batch_and
     for weight, mine in infinity.state_dict(model).items():
         assert torch.equal(mine, plain.weights[weight])
     optimizer.close()
+
+
+@pytest.mark.parametrize("count", [0, 1.5, "2"])
+def test_a_number_of_micro_batches_is_whole_and_above_zero(count):
+    with pytest.raises(SettingError, match="micro_batches"), infinity.no_sync(torch.nn.Linear(1, 1), count):
+        pass
