@@ -283,7 +283,7 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 ROOM_BUDGETS = {
     "": 615,
     "activations": 3213,
-    "api": 4275,
+    "api": 4278,
     "app": 2793,
     "checkpoint": 4161,
     "comm": 1986,
@@ -294,12 +294,12 @@ ROOM_BUDGETS = {
     "integrations": 785,
     "nvme": 1213,
     "observe": 978,
-    "optim": 2884,
+    "optim": 2908,
     "partition": 3107,
     "planner": 2718,
     "predict": 5265,
     "recipes": 1623,
-    "shards": 5137,
+    "shards": 5142,
 }
 
 
