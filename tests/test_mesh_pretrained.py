@@ -133,7 +133,11 @@ def refuse(folder: str) -> None:
     mesh, base = mesh_of(1, 2), recipe("fp32", ["memory.host=64MiB"])
     with pytest.raises(CheckpointError, match="add mesh="):
         infinity.from_pretrained(folder, base, tp_plan="auto")
-    for plan, match in (({"lm_head": "diagonal"}, "no styles.*diagonal"), ({}, "wanted a plan")):
+    for plan, match in (
+        ({"lm_head": "diagonal"}, "no styles.*diagonal"), ({}, "wanted a plan"),
+        ("automatic", "wanted 'auto'"),
+        ({"lm_head": "colwise", "model.*.mlp.down": "rowwise"}, r"no modules model.\*.mlp.down$"),
+    ):  # fmt: skip
         with pytest.raises(StateError, match=match):
             infinity.from_pretrained(folder, base, mesh=mesh, tp_plan=plan)
     from transformers import LlamaForSequenceClassification as Classifier

@@ -15,11 +15,12 @@ after the division draws the same values on each rank, which is noticed when a u
 norm of gradients, and saved: the first along each dimension of the mesh over which it is not divided.
 """
 
+import fnmatch
 import functools
 import math
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,6 +74,11 @@ def parallelize(model: Any, mesh: Any, plan: Any) -> None:
         "rowwise_rep": split, "rowwise_split_input": split, "replicate": None,
         "replicated_with_grad_allreduce": SequenceParallel(sequence_dim=2, use_local_output=True),
     }  # fmt: skip
+    if not (plan == "auto" or isinstance(plan, Mapping)):
+        raise StateError(f"tp_plan: got {plan!r}; wanted 'auto', a style for each module, or a function")
+    names = [name for name, _ in model.named_modules()]
+    if lost := [each for each in plan if plan != "auto" and not fnmatch.filter(names, each)]:
+        raise StateError(f"tp_plan: {type(model).__name__} has no modules {', '.join(lost)}")
     plan = getattr(model, "tp_plan", None) if plan == "auto" else plan
     if not plan or "tp" not in (mesh.mesh_dim_names or ()):
         raise StateError(
