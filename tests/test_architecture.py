@@ -295,7 +295,7 @@ ROOM_BUDGETS = {
     "nvme": 1213,
     "observe": 978,
     "optim": 2908,
-    "partition": 3107,
+    "partition": 3113,
     "planner": 2718,
     "predict": 5265,
     "recipes": 1623,
