@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -75,12 +76,15 @@ def tokens_of(step: int, dp: int) -> Tensor:
     return torch.randint(WIDTHS["vocab_size"], (MICRO * ROWS, LENGTH), generator=generator)
 
 
-def schedule_of(model: nn.Module, mesh: Any, kind: str) -> Any:
+def schedule_of(
+    model: nn.Module, mesh: Any, kind: str, scale: Callable[[Tensor], Tensor] = lambda loss: loss
+) -> Any:
     from torch.distributed import pipelining
 
     place, count = mesh.get_local_rank("pp"), mesh.size(0)
     stage = pipelining.PipelineStage(model, place, count, torch.device("cpu"), group=mesh["pp"].get_group())
-    return getattr(pipelining, kind)(stage, MICRO, loss_fn=loss_of, scale_grads=False)
+    how: dict[str, Any] = {"loss_fn": lambda *given: scale(loss_of(*given)), "scale_grads": False}
+    return getattr(pipelining, kind)(stage, MICRO, **how)
 
 
 def run(schedule: Any, mesh: Any, step: int) -> list[float]:
@@ -256,6 +260,26 @@ def refuse(folder: str) -> None:
     infinity.close(model)
 
 
+def train_in_fp16(limit: float | None, where: list[str]) -> None:
+    """The last stage scales its loss, by a power of two that the weights do not depend on."""
+    mesh, weights = mesh_of(2, 1, 1), []
+    for first in (2.0**10, 2.0**8):
+        with infinity.Init(recipe("fp16", [*where, f"optim.loss_scale={first}"]), mesh=mesh):
+            model = build(mesh)
+        optimizer = optimizer_for(model, Rule(max_grad_norm=limit))
+        schedule = schedule_of(model, mesh, "Schedule1F1B", optimizer.scale)
+        for step in range(2):
+            with infinity.no_sync(model, micro_batches=MICRO):
+                run(schedule, mesh, step)
+            optimizer.step()
+            assert 0 < optimizer.grad_norm < 10
+        with infinity.gathered(model):
+            weights.append([p.detach().clone() for p in model.parameters()])
+        infinity.close(model)
+    for one, other in zip(*weights, strict=True):
+        assert torch.allclose(one, other, rtol=1e-2, atol=2e-3)
+
+
 def fail_in_one() -> None:
     """A stage that fails ends the other one, which waits for it at ``step()``."""
     mesh = mesh_of(2, 1, 1)
@@ -283,6 +307,10 @@ def run_script(folder: str) -> None:
     [block] = [b for b in blocks_of(ROOT / "docs" / "training_loops.md") if "PipelineStage" in b.text]
     os.chdir(folder)
     exec(compile(block.text, "<docs>", "exec"), {})
+
+
+def test_fp16_trains_in_all_stages_by_the_scale_of_the_last_one(tmp_path):
+    run_ranks(several, 2, (train_in_fp16, 1.0, HOST), (train_in_fp16, None, streaming(str(tmp_path))))
 
 
 def test_the_script_of_the_docs_runs(tmp_path):

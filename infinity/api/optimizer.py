@@ -111,6 +111,7 @@ class Optimizer(torch.optim.Optimizer):
                 "several adapters in fp16, where each would need a loss scale: set train.dtype=bf16 or fp32"
             )
         self.scaler = LossScaler(self.runtime.config.loss_scale) if fp16 else None
+        self.runtime.executor().updates.hypers.scaler = self.scaler
         self._norms: dict[Any, float] = {}  # of the last step, by the key ``adapter`` of groups
         #: Norms of gradients that clip_grad_norm_ has completed, and what they are clipped to.
         self._clipped: tuple[dict[Any, float], dict[Any, float]] | None = None
@@ -183,7 +184,6 @@ class Optimizer(torch.optim.Optimizer):
         if self.scaler is None:
             return loss
         self.scaler.scaled = True
-        self.runtime.executor().updates.hypers.loss_scale = self.scaler.scale
         return loss * self.scaler.scale
 
     @torch.no_grad()
@@ -256,7 +256,8 @@ class Optimizer(torch.optim.Optimizer):
             )
         synced = executor.gradients.completions.synced
         if synced or self.runtime.ranks.world_size > 1:  # others may have gradients
-            if self.scaler is not None and synced and not self.scaler.scaled:
+            has_loss = synced and self.runtime.units.parts.has_loss
+            if self.scaler is not None and has_loss and not self.scaler.scaled:
                 raise StateError(
                     "fp16 needs its loss scaled: write optimizer.scale(loss).backward(), or set train.dtype"
                 )

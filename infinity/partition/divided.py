@@ -176,6 +176,14 @@ class Parts(dict[int, Part]):
                 places = torch.arange(1, leaf.numel() + 1, dtype=torch.float64, device=leaf.device)
                 self.inputs = self.inputs + (leaf.flatten() * places).sum()
 
+    @property
+    def has_loss(self) -> bool:
+        """Return whether this rank computes losses: of stages the last one does."""
+        if not self.staged:
+            return True
+        at = self.mesh.mesh_dim_names.index(STAGES)
+        return bool(self.mesh.get_local_rank(at) == self.mesh.size(at) - 1)
+
     def look(self, param: Tensor, name: Callable[[], str]) -> None:
         """Raise a StateError if a part has other values than when it was looked at first."""
         first = param.detach().reshape(-1)[:_LOOKED_AT].cpu()

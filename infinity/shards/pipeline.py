@@ -32,7 +32,7 @@ from infinity.core.nbytes import Extent, Transfer, TransferEngine, aligned, roun
 from infinity.device.memory import Lease, Pool
 from infinity.optim.matrix import MATRIX, matrices_of
 from infinity.optim.rule import Group, Place, Rule, Way
-from infinity.optim.rules import PlacedRule
+from infinity.optim.rules import LossScaler, PlacedRule
 from infinity.optim.state import BLOCK_NUMEL, StateLayout
 from infinity.partition.unit import Segment, Unit
 from infinity.planner.updates import ChunkInFlight, ChunkQueue, Job, Move, Moves, Stage
@@ -229,7 +229,7 @@ class StepHypers:
         for segment in (segment for unit in units for segment in unit.segments):
             self._segments.setdefault(id(segment.whole), []).append(segment)
         self.groups: Sequence[Mapping[str, Any]] = ()
-        self.loss_scale = 1.0
+        self.scaler: LossScaler | None = None  # of the losses, on this rank or in the last stage
         self._read: list[dict[str, Any]] | None = None  # the options of each group; None: not in this step
         self._read_from: object = None  # the groups that were read
         self._group_of: dict[int, int] = {}  # by id of the parameter
@@ -278,6 +278,10 @@ class StepHypers:
             return None
         kept = partial(self.sums.of_matrix, groups[number], segment) if self._rule.in_turn else None
         return self._rule.way(groups[number], segment.offset, segment.shape, kept)
+
+    @property
+    def loss_scale(self) -> float:
+        return 1.0 if self.scaler is None else self.scaler.scale
 
     def runs(self, unit: Unit, used: Iterable[Segment], grad_scale: float) -> Runs:
         """Return the parts of a shard that are updated: see [Note: step counts]. Any thread.
