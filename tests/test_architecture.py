@@ -283,7 +283,7 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 ROOM_BUDGETS = {
     "": 615,
     "activations": 3213,
-    "api": 4278,
+    "api": 4279,
     "app": 2793,
     "checkpoint": 4161,
     "comm": 1986,
@@ -295,11 +295,11 @@ ROOM_BUDGETS = {
     "nvme": 1213,
     "observe": 978,
     "optim": 2908,
-    "partition": 3113,
+    "partition": 3121,
     "planner": 2718,
     "predict": 5265,
     "recipes": 1623,
-    "shards": 5142,
+    "shards": 5146,
 }
 
 
