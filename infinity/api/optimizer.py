@@ -94,6 +94,12 @@ class Optimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
         self._check_limits()
         self._made_groups = made_groups
+        fp16 = self.runtime.dtype is torch.float16
+        if fp16 and len(self._parties) > 1:
+            raise StateError(
+                "several adapters in fp16, where each would need a loss scale: set train.dtype=bf16 or fp32"
+            )
+        self.scaler = LossScaler(self.runtime.config.loss_scale) if fp16 else None
         with uninterrupted:
             planned = self.runtime.activations.policy in ("plan", "offload")
             self.runtime.tiers.settle(self.runtime.units, movable=movable, planned=planned)
@@ -105,13 +111,6 @@ class Optimizer(torch.optim.Optimizer):
             name: (id(each), each._version, each.detach().clone() if each.nbytes <= _SMALL_NBYTES else None)
             for name, each in model.named_buffers()
         }
-        fp16 = self.runtime.dtype is torch.float16
-        if fp16 and len(self._parties) > 1:
-            raise StateError(
-                "several adapters in fp16, where each would need a loss scale: set train.dtype=bf16 or fp32"
-            )
-        self.scaler = LossScaler(self.runtime.config.loss_scale) if fp16 else None
-        self.runtime.executor().updates.hypers.scaler = self.scaler
         self._norms: dict[Any, float] = {}  # of the last step, by the key ``adapter`` of groups
         #: Norms of gradients that clip_grad_norm_ has completed, and what they are clipped to.
         self._clipped: tuple[dict[Any, float], dict[Any, float]] | None = None
@@ -164,7 +163,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _connect(self) -> None:
         executor = self._hold_sums()
-        executor.updates.hypers.groups = self.param_groups
+        executor.updates.hypers.groups, executor.updates.hypers.scaler = self.param_groups, self.scaler
         executor.updates.hypers.look()
         executor.updates.stored_gradients.place(executor.budget.spilled, executor.updates.ready)
 

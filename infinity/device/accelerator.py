@@ -17,8 +17,8 @@ turned off only before a process starts.
 import ctypes
 import functools
 import os
-import platform
 import random
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -334,8 +334,10 @@ def restart_with_tunables(program: str, arguments: Sequence[str]) -> None:
 
 def glibc_version() -> tuple[int, ...] | None:
     """Return the version of this process's glibc; None: it has another C library."""
-    name, version = platform.libc_ver()
-    return tuple(map(int, version.split("."))) if name == "glibc" else None
+    with suppress(ValueError, OSError):
+        found = re.match(r"glibc (\d+)\.(\d+)", os.confstr("CS_GNU_LIBC_VERSION") or "")
+        return (int(found[1]), int(found[2])) if found else None
+    return None
 
 
 def generator_states(device: torch.device) -> dict[str, Any]:

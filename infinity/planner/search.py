@@ -345,19 +345,23 @@ class PlanSearch:
         """Return the plan of the smallest rung that does not slow the step down, without its budget."""
         best = self.keep
         allowed_s = best.outcome.step_s * (1 + NO_SLOWDOWN)
+
+        def do(rung: int) -> bool:
+            nonlocal best
+            found = self._best(rung)
+            if found is not None:
+                found = self._simulated(replace(found.plan, capacity_nbytes=None, waits=()))
+            if found is None or found.outcome.step_s > allowed_s:
+                return False
+            best = min(best, found, key=self._cost)
+            return True
+
         rungs = self._rungs()
         low, high, at = 0, len(rungs), 0  # the smallest may do
         while low < high:
-            candidate = self._best(rungs[at])
-            if candidate is not None:
-                unbound = replace(candidate.plan, capacity_nbytes=None, waits=())
-                candidate = self._simulated(unbound)
-            if candidate is None or candidate.outcome.step_s > allowed_s:
-                low = at + 1
-            else:
-                high = at  # unbound, a smaller rung's plan may have the same peak
-                best = min(best, candidate, key=lambda each: (each.outcome.peak_nbytes, each.outcome.step_s))
+            low, high = (low, at) if do(rungs[at]) else (at + 1, high)
             at = (low + high) // 2
+        do(best.outcome.peak_nbytes)  # unbound, a rung's plan has a higher peak, under which less has to move
         lifetimes = self._under(best.plan)
         simulator = Simulator(lifetimes, best.plan, self._hardware)
         most_nbytes = simulator.run().peak_nbytes + simulator.slots.backlog.peak_nbytes
@@ -397,6 +401,10 @@ class PlanSearch:
         share = (most / max(1, least)) ** (1 / RUNGS)
         rungs = ((least + (most - least) * i // RUNGS, int(least * share**i)) for i in range(RUNGS))
         return sorted({rung for both in rungs for rung in both})
+
+    def _cost(self, candidate: Candidate) -> tuple[int, int, int]:
+        outcome, step_s = candidate.outcome, NEGLIGIBLE * self.keep.outcome.step_s
+        return outcome.peak_nbytes, round(outcome.step_s / step_s) if step_s else 0, outcome.nbytes_stored
 
     def _is_fast(self, candidate: Candidate | None) -> bool:
         limit_s = self.keep.outcome.step_s * (1 + NEGLIGIBLE)
