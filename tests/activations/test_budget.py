@@ -187,9 +187,9 @@ def test_recording_does_not_make_the_predicted_step_longer(tmp_path, monkeypatch
     packed, later_s, clock = Profiler.packed, [0.0], time.perf_counter
     monkeypatch.setattr(time, "perf_counter", lambda: clock() + later_s[0])
 
-    def slowly(profiler, key, tensor):
+    def slowly(profiler, *marked):
         later_s[0] += 0.01
-        packed(profiler, key, tensor)
+        packed(profiler, *marked)
 
     monkeypatch.setattr(Profiler, "packed", slowly)
     monkeypatch.setattr(Profiler, "paused", lambda self: contextlib.nullcontext())
