@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -135,6 +136,19 @@ def train(
     return {"losses": losses, "norms": norms, "weights": weights, "first": first}
 
 
+def taken_mean(param: Any, dp: Any) -> Tensor:
+    """Return the mean over ``dp`` of a gradient, added in fp32 in the order of ranks, and take it away."""
+    grad, param.grad = param.grad, None
+    if hasattr(grad, "placements"):
+        grad = grad.redistribute(placements=param.placements).to_local()
+    every = [torch.empty_like(grad) for _ in range(dp.size())]
+    dist.all_gather(every, grad.contiguous(), group=dp.get_group())
+    mean = every[0].float()
+    for other in every[1:]:
+        mean += other.float()
+    return mean / dp.size()
+
+
 def local_of(param: Any) -> Tensor:
     return getattr(param, "_local_tensor", param).detach()
 
@@ -167,7 +181,7 @@ class Plain:
                 loss = self.model(**given).loss
                 loss.backward()
                 losses.append(loss.item())
-            grads = {name: self._mean_gradient(p) for name, p in self.params.items()}
+            grads = {name: taken_mean(p, self.mesh["dp"]) for name, p in self.params.items()}
             squares = [g.double().square().sum() for n, g in grads.items() if self._counts(self.params[n])]
             total = sum(squares, torch.zeros((), dtype=torch.float64))
             dist.all_reduce(total, group=tp.get_group())
@@ -179,19 +193,6 @@ class Plain:
     def _counts(self, param: Any) -> bool:
         divided = any(each.is_shard() for each in getattr(param, "placements", ()))
         return divided or self.mesh.get_local_rank("tp") == 0
-
-    def _mean_gradient(self, param: Any) -> Tensor:
-        import torch.distributed as dist
-
-        grad, param.grad, dp = param.grad, None, self.mesh["dp"]
-        if hasattr(grad, "placements"):
-            grad = grad.redistribute(placements=param.placements).to_local()
-        every = [torch.empty_like(grad) for _ in range(dp.size())]
-        dist.all_gather(every, grad.contiguous(), group=dp.get_group())
-        mean = every[0].float()
-        for other in every[1:]:
-            mean += other.float()
-        return mean / dp.size()
 
     def _update(self, grads: dict[str, Tensor], norm: float, step: int) -> None:
         limit = self.rule.max_grad_norm

@@ -17,7 +17,7 @@ from tests.helpers.launch import ROOT, run_ranks, several
 from tests.helpers.reference import Rule, adamw_, compute_weight
 from tests.helpers.training import DTYPES, optimizer_for, recipe, small_units, streaming
 from tests.test_docs import blocks_of
-from tests.test_mesh import local_of, whole_values
+from tests.test_mesh import local_of, taken_mean, whole_values
 
 WIDTHS = {"hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 4, "vocab_size": 96}
 MICRO, ROWS, LENGTH, STEPS = 4, 2, 12, 3
@@ -134,15 +134,7 @@ def plain(mesh: Any, kind: str, dtype: str, rule: Rule) -> dict[str, Any]:
     sums = {n: torch.zeros_like(w) for n, w in masters.items()}
 
     def add(name: str, param: Any) -> None:
-        grad, param.grad = param.grad, None
-        if hasattr(grad, "placements"):
-            grad = grad.redistribute(placements=param.placements).to_local()
-        every = [torch.empty_like(grad) for _ in range(dp.size())]
-        dist.all_gather(every, grad.contiguous(), group=dp.get_group())
-        mean = every[0].float()
-        for other in every[1:]:
-            mean += other.float()
-        sums[name] += mean / dp.size()
+        sums[name] += taken_mean(param, dp)
 
     for name, param in params.items():
         param.register_post_accumulate_grad_hook(lambda p, name=name: add(name, p))

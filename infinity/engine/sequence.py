@@ -298,10 +298,10 @@ def _repeated(given: Tensor, heads: int) -> Tensor:
 def _with_sinks(
     query: Tensor, key: Tensor, value: Tensor, scores: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return what attention with sinks is plain attention of: a token more, the first, and a feature more.
+    """Return inputs with which plain attention computes attention with sinks: one more token and feature.
 
-    The token's key is nothing but that feature, of which queries have their head's ``scores``. Its value is
-    zero. Values get as many features as keys have, which fused kernels want.
+    The token is the first. Its key is one in that feature only, in which queries have the ``scores`` of their
+    head; its value is zero. Values get as many features as keys have, which fused kernels want.
     """
     width = query.shape[3]
     query = torch.cat([query, scores[None, :, None, None].expand(*query.shape[:3], 1)], 3)

@@ -82,7 +82,7 @@ class InactivePeriod:
     begin: int  # the first position at which its memory is free if the store takes no time
     end: int  # the first position of backward that needs it
     released_at: int  # the last one
-    gone_at: int  # the first position without it: what still refers to it is a recomputed block's graph
+    gone_at: int  # the first position after it is given back: a recomputed block's graph holds its inputs
     is_freed: bool  # storing it frees memory: the step allocated it, and no other code holds it
     can_leave: bool  # and a plan can name it
     is_named: bool  # its key is known before the step runs; see [Note: keys of recomputed blocks]

@@ -361,7 +361,7 @@ class PlanSearch:
         while low < high:
             low, high = (low, at) if do(rungs[at]) else (at + 1, high)
             at = (low + high) // 2
-        do(best.outcome.peak_nbytes)  # unbound, a rung's plan has a higher peak, under which less has to move
+        do(best.outcome.peak_nbytes)  # a plan of that rung may have the same peak and store less
         lifetimes = self._under(best.plan)
         simulator = Simulator(lifetimes, best.plan, self._hardware)
         most_nbytes = simulator.run().peak_nbytes + simulator.slots.backlog.peak_nbytes
@@ -415,7 +415,7 @@ class PlanSearch:
         found = self._nearby(rung)
         if found is None or self._is_fast(found):
             return found
-        # What need not leave gains little by it, and host memory alone moves less: they are tried here only.
+        # Storing everything, or in host memory alone, is seldom faster: it is tried for the best plan only.
         again = self._index.again(found.plan)
         host = replace(self._hardware, read_bytes_per_s=0.0)
         choices = self._everything(again), places_within(self._lifetimes(again), host, rung, self._rounded)

@@ -341,7 +341,7 @@ class _Slots:
         )
 
     def drop(self, index: int) -> None:
-        """Let the slot go that has been loaded, or stored: backward reads it no more, but refers to it."""
+        """Give back the memory of a slot that was stored: backward has read it, its graph is still there."""
         slot = self.all[index]
         if slot.state is SlotState.RESIDENT and slot.place is not Place.KEEP and slot.period.is_freed:
             self._leave(slot)
