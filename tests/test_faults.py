@@ -3,12 +3,14 @@
 Faults that leave processes alive share one start of the ranks; those that end processes have one each.
 """
 
+import atexit
 import contextlib
 import errno
 import itertools
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -529,8 +531,17 @@ def test_the_errno_of_a_full_disk_is_kept(tmp_path):
     assert "make room" in str(caught.value)
 
 
+def no_thread_is_left() -> None:
+    """At exit: a thread that asks for Python later may abort the process from within C++ code."""
+    left = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+    if left:
+        print(f"threads are left at exit: {left}", file=sys.stderr, flush=True)
+        os._exit(3)
+
+
 def without_close(folder: str) -> None:
     """A loop that ends with updates and gathers in flight."""
+    atexit.register(no_thread_is_left)
     rank, world = rank_and_world()
     factory, batch = models.build("gpt", seed=0)
     model = build(factory, "bf16", streaming(folder, f"partition.timeout_s={TIMEOUT_S}"))

@@ -11,7 +11,8 @@ parent's files. So everything that must be closed hangs on an :class:`OwnedStack
 [Note: dropped without close]
 The garbage collector calls finalizers on any thread, inside any lock. So a finalizer hands the stack to a
 thread that closes it. What holds threads and files refers to its users :func:`weakly`, or the stack's holder
-is never collected.
+is never collected. That thread ends before the interpreter is taken apart: one that asks for Python then is
+ended by force, and C++ code that it is in (the end of a process group, a sum) aborts the process.
 
 [Note: Ctrl-C]
 A signal's handler raises between any two bytecodes of the main thread, and only there. Lines between which
@@ -44,7 +45,8 @@ from infinity.core.errors import LaunchError
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_dropped: "queue.SimpleQueue[Callable[[], object]]" = queue.SimpleQueue()  # its put may interrupt itself
+#: Calls that close; None ends the thread. Its put may interrupt itself.
+_dropped: "queue.SimpleQueue[Callable[[], object] | None]" = queue.SimpleQueue()
 
 
 class OwnedStack(contextlib.ExitStack):
@@ -66,12 +68,16 @@ class OwnedStack(contextlib.ExitStack):
         weakref.finalize(holder, _dropped.put, self.close).atexit = False
 
 
-def close_collected() -> None:
-    """Block until everything that was collected so far is closed."""
+def close_collected(*, at_exit: bool = False) -> None:
+    """Block until everything that was collected so far is closed; ``at_exit``, nothing later is."""
     reached = threading.Event()
-    _start_closer(os.getpid())
+    thread = _start_closer(os.getpid())
     _dropped.put(reached.set)
     reached.wait()
+    if at_exit:
+        _dropped.put(None)
+        thread.join()
+        _start_closer.cache_clear()  # for what another function at exit may still build
 
 
 def weakly(method: Callable[P, R]) -> Callable[P, R | None]:
@@ -86,14 +92,15 @@ def weakly(method: Callable[P, R]) -> Callable[P, R | None]:
 
 
 @cache
-def _start_closer(pid: int) -> None:
+def _start_closer(pid: int) -> threading.Thread:
     """Start this process's thread that closes; a child has none of its parent's."""
-    threading.Thread(target=_close_dropped, name="infinity-closer", daemon=True).start()
+    thread = threading.Thread(target=_close_dropped, name="infinity-closer", daemon=True)
+    thread.start()
+    return thread
 
 
 def _close_dropped() -> None:
-    while True:
-        call = _dropped.get()
+    while (call := _dropped.get()) is not None:
         with contextlib.suppress(Exception):  # its holder is gone: no caller can be told
             call()
         del call

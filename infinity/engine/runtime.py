@@ -559,7 +559,7 @@ def _close_all() -> None:
             # what ended the program, if it was an exception
             keep = hasattr(runtime, "storage") and runtime.storage.keep
             runtime.close(getattr(sys, "last_value", None), keep=keep)
-    close_collected()
+    close_collected(at_exit=True)
 
 
 def _disown_all() -> None:
