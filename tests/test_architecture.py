@@ -290,7 +290,7 @@ ROOM_BUDGETS = {
     "core": 2298,
     "data": 2722,
     "device": 1306,
-    "engine": 5439,
+    "engine": 5470,
     "integrations": 785,
     "nvme": 1213,
     "observe": 978,

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.utils._pytree import register_pytree_node
 
-from infinity.activations.recompute import node
+from infinity.activations.recompute import node, recomputed
 from infinity.comm.ranks import rank, world_size
 from infinity.core.config import SettingError
 from infinity.core.errors import RecipeError, StateError
@@ -33,6 +33,8 @@ from infinity.engine.runtime import runtime_of
 #: First and last (exclusive) token of each document, of each row.
 Documents = tuple[tuple[tuple[int, int], ...], ...]
 _NAME = "infinity_sequence_"
+#: Scores of attention that are in memory at one time where no fused kernel computes them.
+_SCORES = 2**24
 _numbers = itertools.count()
 
 
@@ -129,8 +131,9 @@ class SequenceRanks:
             raise StateError("infinity.SequenceRanks divides this model's sequences already")
         if why := unseparated(model):
             raise RecipeError(f"train.sequence_ranks={self.count}: {why}; wanted 1")
-        sinks = any(getattr(each, "sinks", None) is not None for each in model.modules())
-        if not (model._supports_sdpa or sinks):
+        ours = "sinks", "attn_logit_softcapping"
+        able = any(getattr(each, name, None) is not None for each in model.modules() for name in ours)
+        if not (model._supports_sdpa or able):
             raise RecipeError(
                 f"train.sequence_ranks={self.count}: {type(model).__name__} has attention that torch's "
                 "scaled_dot_product_attention does not compute; wanted 1"
@@ -248,9 +251,12 @@ class Reach:
         of = SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1], is_causal=True)
         query, key, value = (each[:, :, first:last] for each in (query, key, value))
         width, scaling = value.shape[3], how.get("scaling") or query.shape[3] ** -0.5
+        dropout = how.get("dropout", 0.0)
+        if how.get("softcap") is not None:
+            return _capped(query, key, value, mask, scaling, how["softcap"], dropout)
         if how["sinks"] is not None:
             query, key, value, mask = _with_sinks(query, key, value, how["sinks"] / scaling, mask)
-        how = {"dropout": how.get("dropout", 0.0), "scaling": scaling}
+        how = {"dropout": dropout, "scaling": scaling}
         found: Tensor = sdpa_attention_forward(of, query, key, value, mask, **how)[0]
         return found.transpose(1, 2)[:, :, first - last :, :width]
 
@@ -274,12 +280,12 @@ def _documents(whole: Tensor) -> "Documents":
 
 
 #: Arguments of attention that change which tokens attend to which, and how much.
-_UNDIVIDED = "softcap", "sinks", "position_bias", "indices", "block_indices"
+_UNDIVIDED = "sinks", "position_bias", "indices", "block_indices"
 
 
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, dropout: float = 0.0,
-    scaling: float | None = None, s_aux: Tensor | None = None, **given: Any,
+    scaling: float | None = None, s_aux: Tensor | None = None, softcap: float | None = None, **given: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Attend as functions that are registered with transformers do."""
     unknown = [name for name in _UNDIVIDED if given.get(name) is not None]
@@ -288,7 +294,8 @@ def _attend(
             f"train.sequence_ranks: {type(module).__name__} attends with {', '.join(unknown) or 'no mask'}, "
             "which is not divided over ranks; wanted 1"
         )
-    return attention_mask(query, key, value, s_aux, dropout=dropout, scaling=scaling), None
+    how = {"dropout": dropout, "scaling": scaling, "softcap": softcap}
+    return attention_mask(query, key, value, s_aux, **how), None
 
 
 def _repeated(given: Tensor, heads: int) -> Tensor:
@@ -310,6 +317,30 @@ def _with_sinks(
     key, value = (pad(each, (0, widest - each.shape[3], 1, 0)) for each in (key, value))
     key[:, :, 0, width] = 1
     return query, key, value, None if mask is None else pad(mask, (1, 0, 1, 0), value=True)
+
+
+def _capped(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, cap: float, dropout: float
+) -> Tensor:  # fmt: skip
+    """Return attention whose scores are ``cap * tanh(score / cap)``, which no fused kernel of torch computes.
+
+    It is computed for some queries at a time, and again in backward, so scores of all are never in memory.
+    """
+
+    def some(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        scores = cap * torch.tanh(query @ key.transpose(2, 3) * scaling / cap)
+        shares = scores.masked_fill(~mask, -torch.inf).softmax(3, dtype=torch.float32)
+        return torch.dropout(shares.to(query.dtype), dropout, train=dropout > 0) @ value
+
+    key, value = (_repeated(each, query.shape[1]) for each in (key, value))
+    count = query.shape[2]
+    places, parts = torch.arange(count, device=query.device), list[Tensor]()
+    for few in torch.split(places, max(1, _SCORES // (count * query.shape[:2].numel()))):
+        first, last = int(few[0]), int(few[-1]) + 1
+        seen = last if mask is None else count
+        near = few[:, None] >= places[:seen] if mask is None else mask[:, :, first:last]
+        parts.append(recomputed(some, query[:, :, first:last], key[:, :, :seen], value[:, :, :seen], near))
+    return torch.cat(parts, 2)
 
 
 def _exchanged(given: Tensor, ranks: SequenceRanks) -> Tensor:

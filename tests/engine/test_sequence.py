@@ -41,6 +41,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import infinity
 from infinity.app.train import train
 from infinity.core.errors import InfinityError, PeerError, RecipeError, StateError
+from infinity.engine import sequence
 from infinity.engine.runtime import runtime_of
 from infinity.recipes.models import GPT, CausalLoss, GPTConfig
 from tests.helpers.launch import run_ranks
@@ -103,7 +104,14 @@ MODELS: dict[str, Any] = {
             "moe_intermediate_size": 16, "num_experts_per_tok": 2, "pad_token_id": None,
         },
     ),
-    "soft caps": (Gemma2ForCausalLM, Gemma2Config, {"num_key_value_heads": 4}),
+    "soft caps": (
+        Gemma2ForCausalLM, Gemma2Config,
+        {
+            "num_key_value_heads": 4, "sliding_window": 5, "attn_logit_softcapping": 0.3,
+            "query_pre_attn_scalar": 1, "initializer_range": 0.1,  # scores beyond the cap
+        },
+    ),
+    "not of torch": (type("OfItsOwn", (LlamaForCausalLM,), {"_supports_sdpa": False}), LlamaConfig, {}),
     "state": (MambaForCausalLM, MambaConfig, {}),
 }  # fmt: skip
 SEQ_LEN = 16
@@ -145,6 +153,7 @@ def divided(name: str, packed: bool, count: int, folder: str | None, checkpointe
     optimizer = infinity.optim.SGD(model, lr=1.0, momentum=0.0)
     before = full(model)
     of, ranks = CausalLoss(model, packed=packed), infinity.SequenceRanks(model, count)
+    sequence._SCORES = 400  # of some queries at a time
     group, groups = dist.get_rank() // count, dist.get_world_size() // count
     tokens, targets, positions = rows()
     given = positions if packed else torch.arange(SEQ_LEN).expand_as(positions)
@@ -180,7 +189,9 @@ def scheduled(name: str, packed: bool) -> Any:
     return total.item() / 2, {key: before[key] - after[key] for key in before}
 
 
-@pytest.mark.parametrize(("name", "packed"), [("few key heads", True), ("wider values", False)])
+@pytest.mark.parametrize(
+    ("name", "packed"), [("few key heads", True), ("wider values", False), ("soft caps", True)]
+)
 def test_micro_batches_of_the_layer_schedule_have_their_own_documents(name: str, packed: bool) -> None:
     loss, gradients = whole(name, packed)
     for total, found in run_ranks(scheduled, 2, name, packed):
@@ -202,6 +213,8 @@ def full(model: Any) -> dict[str, torch.Tensor]:
         ("long rope", False, 2, 2),
         ("one head", True, 2, 2),
         ("sinks", False, 2, 2),
+        ("soft caps", False, 2, 2),
+        pytest.param("soft caps", True, 4, 4, marks=pytest.mark.slow),
         pytest.param("packed sinks", True, 4, 4, marks=pytest.mark.slow),
         pytest.param("other widths", False, 2, 2, marks=pytest.mark.slow),
         pytest.param("uneven heads", False, 4, 4, marks=pytest.mark.slow),
@@ -227,7 +240,7 @@ def test_divided_sequences_have_the_loss_and_gradients_of_whole_ones(
 def refused() -> list[str]:
     """Return why sequences of several models are not divided over two ranks."""
     said = list[str]()
-    names = "soft caps", "state", "convolution", "recurrent", "own attention", "positions of padding"
+    names = "not of torch", "state", "convolution", "recurrent", "own attention", "positions of padding"
     for name, count in (("llama", 3), *((each, 2) for each in names), ("llama", 2)):
         with infinity.Init(infinity.load_recipe(overrides=["train.dtype=fp32", "memory.host=1GiB"])):
             model = model_of(name)
@@ -256,9 +269,9 @@ def refused() -> list[str]:
 
 def test_what_cannot_be_divided_is_refused_with_what_would() -> None:
     for said in run_ranks(refused, 2):
-        wrong_count, caps, state, convolution, recurrent, own, padding, no_positions = said
+        wrong_count, not_of_torch, state, convolution, recurrent, own, padding, no_positions = said
         assert "train.sequence_ranks: got 3; wanted a number that divides the 2 ranks: 1, 2" in wrong_count
-        assert "Gemma2ForCausalLM has attention that torch's" in caps
+        assert "OfItsOwn has attention that torch's" in not_of_torch
         assert "MambaForCausalLM cannot separate the documents" in state
         assert "Lfm2ForCausalLM cannot separate the documents" in convolution
         assert "MiniMaxForCausalLM cannot separate the documents" in recurrent
