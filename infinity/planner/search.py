@@ -96,7 +96,7 @@ def places_within(
         s_per_byte[Place.NVME] = 1 / read + 1 / write
     if host > 0:
         s_per_byte[Place.HOST] = 2 / host
-    most = {Place.NVME: math.inf, Place.HOST: hardware.host_nbytes}
+    move_s, most = hardware.compute_s_per_move, {Place.NVME: math.inf, Place.HOST: hardware.host_nbytes}
     given = Counter[Place]()
 
     def soonest(period: InactivePeriod, coded: bool) -> Place | None:
@@ -104,9 +104,9 @@ def places_within(
         possible = (place for place in s_per_byte if asked[place] <= most[place])
         return min(possible, key=lambda place: asked[place] * s_per_byte[place], default=None)
 
-    # The longest gap first: it helps the most positions for the same bytes.
+    # The longest gap first: it helps the most positions for the same bytes. Where moves cost, the largest.
     waiting = [i for i, period in enumerate(periods) if period.is_worth_storing]
-    waiting.sort(key=lambda i: (periods[i].begin - periods[i].end, i))
+    waiting.sort(key=lambda i: (-move_s * periods[i].nbytes, periods[i].begin - periods[i].end, i))
     over, gaps = _over(lifetimes, chosen, [periods[i] for i in waiting])
     over -= capacity_nbytes
     begins, ends = gaps[:, 0].copy(), gaps[:, 1].copy()
@@ -415,10 +415,15 @@ class PlanSearch:
         found = self._nearby(rung)
         if found is None or self._is_fast(found):
             return found
-        # Storing everything, or in host memory alone, is seldom faster: it is tried for the best plan only.
-        again = self._index.again(found.plan)
-        host = replace(self._hardware, read_bytes_per_s=0.0)
-        choices = self._everything(again), places_within(self._lifetimes(again), host, rung, self._rounded)
+        # Seldom faster: store everything; in host memory alone, or less on the drive; more that is smaller.
+        again, given = self._index.again(found.plan), self._hardware
+        read, write = given.read_bytes_per_s, given.write_bytes_per_s
+        others = [replace(given, compute_s_per_move=0.0)]
+        if given.host_nbytes:
+            slower = ((share * read, share * write) for share in (0.0, 0.7))
+            others = [replace(given, read_bytes_per_s=r, write_bytes_per_s=w) for r, w in slower]
+        spread = (places_within(self._lifetimes(again), each, rung, self._rounded) for each in others)
+        choices = self._everything(again), *spread
         fitting = [places for places in choices if _peak(self._lifetimes(again), places) <= rung]
         return self._fastest_of(found, rung, again, fitting)
 

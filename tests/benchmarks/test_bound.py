@@ -1,6 +1,7 @@
 """The linear program: below every plan, and close to ours where it matters."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given
@@ -8,7 +9,9 @@ from hypothesis import strategies as st
 
 from benchmarks.bound import bound
 from infinity.core.errors import BudgetError
-from infinity.core.plan import Hardware, Profile
+from infinity.core.plan import ActivationPlan, Hardware, Load, Place, Profile
+from infinity.planner.lifetimes import lifetimes_of
+from infinity.planner.search import _least_under, within
 from infinity.planner.simulator import play
 from tests.helpers.cases import examples
 from tests.helpers.profiles import (
@@ -24,13 +27,53 @@ from tests.helpers.profiles import (
 pytest.importorskip("scipy", reason="an extra: bound")
 
 
+def without_codes(profile: Profile) -> Profile:
+    """The profile of a step whose storages nothing makes smaller: the bound does not know of codecs."""
+    return replace(profile, slots=tuple(replace(slot, coded=None) for slot in profile.slots))
+
+
 @pytest.mark.slow
 @given(random_profiles(), random_hardware(), st.floats(0, 1))
 @examples(100, suppress_health_check=[HealthCheck.too_slow])
 def test_no_plan_of_whole_blocks_beats_the_bound(profile: Profile, channels: Hardware, share: float) -> None:
+    profile = without_codes(profile)
     capacity = budget_between(profile, channels, share)
     outcome = play(profile, plan_of_whole_blocks(profile, channels, capacity), channels)
     assert outcome.step_s >= bound(profile, channels, capacity) * (1 - 1e-6) - 1e-9
+
+
+@st.composite
+def random_plans(draw: st.DrawFn, profile: Profile, channels: Hardware) -> ActivationPlan:
+    """Anything that can be said without codecs and kept operators, waits of a budget or none included."""
+    regions = [block.region for block in profile.blocks]
+    recomputed = frozenset(region for region in regions if draw(st.integers(0, 3)) == 0)
+    lifetimes = lifetimes_of(profile, recomputed)
+    may_be = [Place.KEEP, Place.NVME, *([Place.HOST] if channels.host_nbytes else [])]
+    asked = [period.key for period in lifetimes.periods if period.is_named]
+    places, loads = {}, []
+    for period in (period for period in lifetimes.periods if period.can_leave):
+        if (place := draw(st.sampled_from(may_be))) is Place.KEEP:
+            continue
+        places[period.key] = place
+        if draw(st.booleans()):
+            before = [None, *asked[: asked.index(period.key) + 1]]
+            loads.append(Load(draw(st.sampled_from(before)), period.key))
+    plan = ActivationPlan("any", places, tuple(loads), recomputed)
+    if draw(st.booleans()):
+        return plan
+    least = _least_under(lifetimes, plan)[0]
+    return within(lifetimes, plan, channels, int(least.max(initial=0))).plan
+
+
+@given(st.data(), random_profiles(), random_hardware())
+@examples(100, suppress_health_check=[HealthCheck.too_slow])
+def test_no_plan_whatever_beats_the_bound_for_its_peak(
+    data: st.DataObject, profile: Profile, channels: Hardware
+) -> None:
+    plan = data.draw(random_plans(profile, channels))
+    outcome = play(profile, plan, channels)
+    if outcome.host_peak_nbytes <= channels.host_nbytes:
+        assert outcome.step_s >= bound(profile, channels, outcome.peak_nbytes) * (1 - 1e-6) - 1e-9
 
 
 #: Layers, GiB/s of the drive, and where the budget lies between the least and all that is kept.
