@@ -296,7 +296,7 @@ ROOM_BUDGETS = {
     "observe": 978,
     "optim": 2908,
     "partition": 3121,
-    "planner": 2726,
+    "planner": 2731,
     "predict": 5265,
     "recipes": 1623,
     "shards": 5146,
