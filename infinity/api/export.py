@@ -207,6 +207,7 @@ def save_lora(
     if name is not None:
         check_adapter(model, name)
     alone = name is not None or known == [DEFAULT]
+    runtime_of(model).units.parts.check_none("save_lora", divided=True)
     ranks = runtime_of(model).ranks
     with contextlib.ExitStack() as stack:
         with all_ranks_or_raise(ranks, f"making {out}"):
@@ -240,10 +241,10 @@ def _gathered(model: Any, adapter: str, ema: bool) -> dict[str, Tensor]:
             continue
         units = runtime.units.holding(inside.values())
         with runtime.values.averaged(units, ema=ema), runtime.values.gathered(inside.values(), modify=False):
-            for name, param in inside.items() if runtime.ranks.rank == 0 else ():
-                factor = factors.get(id(param))
-                value = param.detach() if factor is None else factor.as_matrix(param.detach())
-                values[name] = value.cpu().clone()
+            for name, param in inside.items():
+                factor, value = factors.get(id(param)), runtime.values.whole(param)
+                if runtime.ranks.rank == runtime.ranks.first:
+                    values[name] = (value if factor is None else factor.as_matrix(value)).cpu().clone()
     return values
 
 

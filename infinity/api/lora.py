@@ -49,6 +49,7 @@ from infinity.core.errors import (
 from infinity.core.files import user_path
 from infinity.device.accelerator import generator_states, set_generator_states
 from infinity.engine.runtime import Runtime, runtime_of
+from infinity.partition.divided import Parts
 from infinity.partition.init_context import Construction, ServedParameters
 
 #: What peft calls an adapter without a name.
@@ -61,6 +62,10 @@ _OF_PEFT = {
 }  # fmt: skip
 #: Adapters of two blocks share a unit while it is smaller than ``1 / _SHARE`` of a full one.
 _SHARE = 16
+_NOT_DIVIDED = (
+    "{} of what is divided over the ranks of a mesh: only plain adapters of linear layers are. Name other "
+    "modules, leave out lora.dora, or train adapters without a tp_plan"
+)
 
 
 def add_lora(model: nn.Module, config: Any = None, *, name: str = DEFAULT, **settings: Any) -> Any:
@@ -86,7 +91,6 @@ def add_lora(model: nn.Module, config: Any = None, *, name: str = DEFAULT, **set
     runtime = runtime_of(model)
     if not isinstance(name, str) or not re.fullmatch(NAMES, name):
         raise SettingError("name", name, "a name of letters, digits, _ and -, which begins with no -")
-    runtime.units.parts.check_none("add_lora")
     ours, theirs = adapters_of(model).generators, getattr(model, "peft_config", {})
     if name in ours:
         raise StateError(
@@ -151,6 +155,8 @@ def wrap(model: Any, config: Any, saved: SavedAdapters | None = None, name: str 
     A ``model`` of peft gets one adapter more, and is returned.
     With ``saved``, or in a run that is resumed, values that follow from the base's are not computed.
     """
+    if config.use_dora and _divided(model):
+        raise StateError(_NOT_DIVIDED.format("DoRA layer"))
     given = None if saved is not None else deepcopy(config)  # peft changes it
     servers = _servers(model)
     later = saved is not None or any(server.resuming for server in servers)  # first values come from there
@@ -158,7 +164,7 @@ def wrap(model: Any, config: Any, saved: SavedAdapters | None = None, name: str 
     reading: Any = contextlib.nullcontext()
     if saved is not None:
         reading = library_errors(CheckpointError, f"{saved.path / CONFIG} for {type(model).__name__}")
-    with _serving_peft(servers, values and not later, not later), quiet_libraries():
+    with _serving_peft(model, values and not later, not later), quiet_libraries():
         from infinity.api.expert_lora import ParamWrapper
 
         try:
@@ -199,6 +205,12 @@ def _add_another(model: Any, config: Any, name: str) -> Any:
     return model
 
 
+def _divided(model: nn.Module) -> list[ServedParameters]:
+    """Return what serves parameters that are divided over the ranks of a mesh."""
+    served = (m._parameters for m in model.modules() if isinstance(m._parameters, ServedParameters))
+    return [each for each in served if each.divided]
+
+
 def _servers(model: nn.Module) -> set[Any]:
     """Return what serves the parameters of ``model``; a plan has nothing that does."""
     served = (m._parameters for m in model.modules() if isinstance(m._parameters, ServedParameters))
@@ -206,11 +218,12 @@ def _servers(model: nn.Module) -> set[Any]:
 
 
 @contextlib.contextmanager
-def _serving_peft(servers: set[Any], values: bool, copies: bool) -> Iterator[None]:
+def _serving_peft(model: nn.Module, values: bool, copies: bool) -> Iterator[None]:
     """Serve released parameters inside as peft needs them to make adapters.
 
     Parameters that it asks for have their shapes only, so that nothing is gathered; with ``values`` those of
-    a unit at a time. Whole copies of modules (modules_to_save) have values with ``copies``.
+    a unit at a time. Whole copies of modules (modules_to_save) have values with ``copies``. What
+    is divided over ranks gets the adapters of whole layers, which are divided then.
     """
 
     def copy(server: Any, param: nn.Parameter) -> nn.Parameter:
@@ -220,7 +233,9 @@ def _serving_peft(servers: set[Any], values: bool, copies: bool) -> Iterator[Non
             return nn.Parameter(param.detach().clone(memory_format=torch.contiguous_format))
 
     with contextlib.ExitStack() as stack:
-        for server in servers:
+        for parameters in _divided(model):
+            stack.enter_context(patched(parameters, "divided", {}))
+        for server in (servers := _servers(model)):
             if not values:
                 stack.enter_context(patched(server, "touch", lambda param, siblings: None))
             stack.enter_context(patched(server, "deep_copy", partial(copy, server)))
@@ -265,6 +280,56 @@ def _cut_into_units(adapted: nn.Module, construction: Construction) -> None:
             nbytes += sum(param.numel() for param in fresh) * construction.builder.dtype.itemsize
             block = inside
         construction.builder.close()
+        construction.serve_all(adapted)
+        divide_adapters(adapted, construction.builder.units.parts)
+
+
+def divide_adapters(model: nn.Module, parts: Parts) -> None:
+    """Divide adapters as their layers are divided over the ranks of a mesh; StateError: they cannot be.
+
+    The factor beside the divided dimension has this rank's part of it, the other one is whole on each rank.
+    A takes its input as the layer does, and B gives its result as the layer does.
+    """
+    for layer in _divided_layers(model, parts):
+        from torch.distributed.tensor import Replicate, distribute_tensor
+
+        base: Any = getattr(layer, "base_layer", None)
+        if not isinstance(base, nn.Linear) or (part := parts.of(base)) is None:
+            raise StateError(_NOT_DIVIDED.format(type(layer).__name__))
+        spec = part.spec
+        pairs = [(a, layer.lora_B[name]) for name, a in layer.lora_A.items()]
+        for number, factor in ((number, factor) for pair in pairs for number, factor in enumerate(pair)):
+            if any(id(p) in parts for p in dict.values(factor._parameters)):
+                continue  # of another adapter, made before
+            how = [each if each.is_shard(1 - number) else Replicate() for each in spec.placements]
+            for key, whole in [*factor.named_parameters()]:
+                divided = distribute_tensor(whole.detach(), spec.mesh, how, src_data_rank=None)
+                factor.register_parameter(key, nn.Parameter(divided))
+            hooks = base._forward_hooks if number else base._forward_pre_hooks
+            put: Any = factor.register_forward_hook if number else factor.register_forward_pre_hook
+            for hook in [*hooks.values()]:
+                if getattr(hook, "__module__", "").startswith("torch.distributed.tensor"):  # of its style
+                    put(hook)
+
+
+def _divided_layers(model: nn.Module, parts: Parts) -> list[Any]:
+    """Return the layers with adapters that have parameters divided over the ranks of a mesh."""
+    return [
+        layer
+        for layer in (layers_of(model) if parts else ())
+        if any(id(p) in parts for m in layer.modules() for p in dict.values(m._parameters))
+    ]
+
+
+def check_adapters(model: nn.Module, parts: Parts) -> None:
+    """Raise a StateError for adapters of divided layers that peft made by itself, so that they are not."""
+    for layer in _divided_layers(model, parts):
+        factors = getattr(layer, "lora_A", {"": layer}).values()
+        if any(id(p) not in parts for each in factors for p in dict.values(each._parameters) or (None,)):
+            raise StateError(
+                "peft made adapters for a model that is divided over the ranks of a mesh: call "
+                "infinity.add_lora(model, config), which takes a peft.LoraConfig and returns peft's model"
+            )
 
 
 def lora_groups(

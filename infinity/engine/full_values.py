@@ -202,7 +202,6 @@ class FullValues:
 
     def _export(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
         """Put full values on the CPU in place of placeholders; ranks other than 0 get no entry."""
-        self.units.parts.check_none("the state_dict")
         if self._destination is None or self._destination() is not state_dict:
             exported: dict[int, Tensor | None] = {}  # goes with the dictionary
             self._destination = weakref.ref(state_dict, lambda _: exported.clear())
@@ -221,7 +220,7 @@ class FullValues:
                 state_dict[key] = nn.Parameter(value, param.requires_grad) if keeps_vars else value
 
     def _full_value(self, param: nn.Parameter) -> Tensor | None:
-        wanted = self.every_rank or self.ranks.rank == 0
+        wanted = self.every_rank or self.ranks.rank == self.ranks.first
         if self.construction.active:
             self.construction.touch(param)
             return param.detach().clone()
@@ -229,7 +228,13 @@ class FullValues:
             values = self._joined(param, torch.device("cpu"))
             return values if wanted else None
         with self.gathered([param], modify=False):
-            return param.detach().to("cpu", copy=True) if wanted else None
+            value = self.whole(param)
+            return value.to("cpu", copy=True) if wanted else None
+
+    def whole(self, param: nn.Parameter) -> Tensor:
+        """Return the whole value of a gathered parameter, which may be divided; every rank must call."""
+        part = self.units.parts.get(id(param))
+        return param.detach() if part is None else part.whole(param.detach())
 
     def _begin_load(
         self, module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *rest: Any

@@ -91,6 +91,20 @@ def parallelize(model: Any, mesh: Any, plan: Any) -> None:
     divide(model, mesh["tp"], {k: v for k, v in styles.items() if v is not None}, src_data_rank=None)
 
 
+def check_heads(roots: list[nn.Module], parts: "Parts") -> None:
+    """Raise a StateError where attention is divided over more ranks than it has heads of a kind."""
+    attention = [m for root in roots for m in root.modules() if isinstance(getattr(m, "head_dim", None), int)]
+    for module, name, each in ((m, *named) for m in attention for named in m.named_children()):
+        part, numel = parts.of(each), int(module.head_dim)  # type: ignore[arg-type]
+        if name[0] in "qkv" and part is not None and part.sizes[0] % numel:
+            rows = part.spec.shape[0]
+            raise StateError(
+                f"{type(module).__name__}.{name} has {rows // numel} heads, and is divided over "
+                f"{rows // part.sizes[0]} ranks: give 'tp' a number that divides the number of heads, also "
+                "of keys and values, and the other ranks to 'dp'"
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """Describes this rank's part of a divided parameter, a box of the whole."""
@@ -138,6 +152,11 @@ class Part:
             return joined(value.to(self.spec.mesh.device_type), self.spec) if join else value
         return value
 
+    def whole(self, local: Tensor) -> Tensor:
+        """Return the whole of a part that ``local`` has here; all ranks of its mesh must call."""
+        value: Tensor = arrived(joined(local, self.spec).full_tensor())
+        return value
+
     def runs(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Yield the first element in the whole, and the number, of each run of ``[start, stop)``."""
         whole, sizes = self.spec.shape, self.sizes
@@ -161,6 +180,11 @@ class Parts(dict[int, Part]):
 
     squares = 0.0  # the sum of squares of this step's gradients that ranks have alike
     inputs: Any = 0.0  # a digest of the tokens and labels of this step
+
+    def of(self, module: nn.Module) -> Part | None:
+        """Return the part that this rank has of the weight of ``module``; None: it is not divided."""
+        weight: Any = dict(dict.items(module._parameters)).get("weight")
+        return self.get(id(weight))
 
     def watch(self, roots: list[nn.Module]) -> None:
         """Take in what models are given in training, to compare it among ranks that share a batch."""
@@ -233,9 +257,12 @@ class Parts(dict[int, Part]):
         own = {SHARDING, STAGES} if part is None else {SHARDING, STAGES, *part.dims}
         return not any(self.mesh.get_local_rank(dim) for dim in self.mesh.mesh_dim_names if dim not in own)
 
-    def check_none(self, what: str) -> None:
-        """Raise a StateError, since ``what`` would take this rank's parts for whole parameters."""
-        if self or self.staged:
+    def check_none(self, what: str, *, divided: bool = False) -> None:
+        """Raise a StateError, since ``what`` would take this rank's parts for whole parameters.
+
+        With ``divided`` that is only so of stages, of which this rank has one.
+        """
+        if (self and not divided) or self.staged:
             raise StateError(
                 f"{what} of a model that is divided over the ranks of a mesh: infinity.save_checkpoint "
                 "writes its whole parameters, and infinity.load_checkpoint loads them without a mesh"

@@ -45,7 +45,7 @@ from torch import Tensor, nn
 
 from infinity.core.errors import StateError
 from infinity.partition.builder import UnitBuilder
-from infinity.partition.divided import Part, arrived, is_divided, joined
+from infinity.partition.divided import Part, arrived, check_heads, is_divided, joined
 from infinity.partition.tiles import compute_whole
 from infinity.partition.unit import Segment, Unit, UnitIndex, layout, placeholder
 
@@ -400,12 +400,12 @@ class Construction:
                 self.builder.abandon()
                 self._roots = [each for each in self._roots if each() is not module]
                 raise
-            self._serve_all(module)
+            self.serve_all(module)
             self.builder.end()
 
         return init
 
-    def _serve_all(self, root: nn.Module) -> None:
+    def serve_all(self, root: nn.Module) -> None:
         for module in root.modules():
             served = isinstance(module._parameters, ServedParameters)
             # What has no parameters runs as ever; models may even share it.
@@ -417,7 +417,7 @@ class Construction:
         inner = {id(m) for root in self.roots for m in root.modules() if m is not root}
         roots = [root for root in self.roots if id(root) not in inner]
         for root in roots:
-            self._serve_all(root)
+            self.serve_all(root)
         self.builder.adopt(roots)
         self._roots = [weakref.ref(root) for root in roots]
         units = self.builder.units
@@ -440,6 +440,7 @@ class Construction:
             if isinstance(served, ServedParameters):
                 found = ((name, units.parts.get(id(param))) for name, param in dict.items(served))
                 served.divided = {name: part for name, part in found if part is not None}
+        check_heads(roots, units.parts)
         self._finished = len(units)
         for module in (m for root in roots for m in root.modules()):
             for name, buffer in module._buffers.items():
