@@ -2,6 +2,8 @@
 
 import math
 import os
+import random
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +15,8 @@ from torch.nn import functional
 import infinity
 from infinity.core.config import SettingError
 from infinity.core.errors import PeerError, StateError
-from tests.helpers.launch import ROOT, run_ranks, several
+from infinity.engine.runtime import runtime_of
+from tests.helpers.launch import ROOT, mark, run_ranks, several, start_ranks
 from tests.helpers.reference import Rule, adamw_, compute_weight
 from tests.helpers.training import DTYPES, optimizer_for, recipe, small_units, streaming
 from tests.test_docs import blocks_of
@@ -104,8 +107,9 @@ def train(
     optimizer, losses, norms = optimizer_for(model, rule), [], []
     if "load" in how:
         assert infinity.load_checkpoint(model, optimizer, how["load"]) == first
+    first = infinity.resume(model, optimizer) if "resumes" in how else first
     schedule = schedule_of(model, mesh, kind)
-    for step in range(first, how.get("steps", STEPS)):
+    for step in range(first, first + how["more"] if "more" in how else how.get("steps", STEPS)):
         with infinity.no_sync(model, micro_batches=MICRO):
             losses += run(schedule, mesh, step)
         optimizer.step()
@@ -114,8 +118,8 @@ def train(
         infinity.save_checkpoint(model, optimizer, how["save"])
     with infinity.gathered(model):
         weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-    infinity.close(model)
-    return {"losses": losses, "norms": norms, "weights": weights}
+    infinity.close(model, keep=how.get("keep", False))
+    return {"losses": losses, "norms": norms, "weights": weights, "first": first}
 
 
 def plain(mesh: Any, kind: str, dtype: str, rule: Rule) -> dict[str, Any]:
@@ -233,14 +237,13 @@ def test_a_portable_checkpoint_of_stages_goes_on_in_other_meshes(tmp_path):
 
 def refuse(folder: str) -> None:
     mesh = mesh_of(2, 1, 1)
-    named = [f"memory.nvme=[{folder}]", "memory.host=64MiB", "run.name=stages"]
-    with pytest.raises(SettingError, match=r"run\.name.*with a mesh"):
-        infinity.Init(recipe("fp32", named), mesh=mesh)
+    with pytest.raises(SettingError, match=r"durability\.copies.*with a mesh"):
+        infinity.Init(recipe("fp32", named(folder, "durability.copies=2")), mesh=mesh)
     with infinity.Init(recipe("fp32", HOST), mesh=mesh):
         model = build(mesh)
     optimizer = optimizer_for(model, Rule())
     with pytest.raises(StateError, match=r"infinity\.save_checkpoint"):
-        infinity.state_dict(model)
+        optimizer.state_dict()
     schedule = schedule_of(model, mesh, "Schedule1F1B")
     with pytest.raises(StateError, match="fewer backward passes"), infinity.no_sync(model, micro_batches=5):
         run(schedule, mesh, 0)
@@ -313,3 +316,109 @@ def test_the_script_of_the_docs_runs(tmp_path):
         "model.layers.3.mlp.up_proj.weight",
         "lm_head.weight",
     } < values.keys()
+
+
+def named(folder: str, *more: str) -> list[str]:
+    return [f"memory.nvme=[{folder}]", "run.name=stages", *more]
+
+
+def resume_stages(sizes: tuple[int, ...], folder: str, more: list[str]) -> None:
+    mesh, how = mesh_of(*sizes), ("Schedule1F1B", "bf16")
+    whole = train(mesh, *how, named(f"{folder}/whole", *more), Rule(), steps=5)
+    halves = [
+        train(mesh, *how, named(folder, *more), Rule(), steps=n, keep=n < 5, resumes=True) for n in (3, 5)
+    ]
+    assert [half["first"] for half in halves] == [0, 3]
+    assert halves[0]["losses"] + halves[1]["losses"] == whole["losses"]
+    assert halves[0]["norms"] + halves[1]["norms"] == whole["norms"]
+    assert all(torch.equal(weight, halves[1]["weights"][name]) for name, weight in whole["weights"].items())
+
+
+def test_an_interrupted_run_of_stages_goes_on_to_the_bit(tmp_path):
+    on_nvme = ["memory.host=200KiB", "memory.resident=false"]
+    run_ranks(
+        several, 2,
+        (resume_stages, (2, 1, 1), str(tmp_path / "a"), ["memory.host=64MiB", "durability.every=1"]),
+        (resume_stages, (2, 1, 1), str(tmp_path / "b"), on_nvme),
+    )  # fmt: skip
+    run_ranks(resume_stages, 4, (2, 2, 1), str(tmp_path / "c"), on_nvme)
+
+
+def slow_commits(folder: str) -> list[tuple[float, float]]:
+    """When the first update of each step begins here, and the commit of the step before has landed."""
+    mesh, on_nvme = mesh_of(2, 1, 1), ["memory.host=200KiB", "memory.resident=false"]
+    with small_units(), infinity.Init(recipe("bf16", named(folder, *on_nvme)), mesh=mesh):
+        model = build(mesh)
+    optimizer, steps = optimizer_for(model, Rule(max_grad_norm=None)), []
+    schedule = schedule_of(model, mesh, "Schedule1F1B")
+    infinity.resume(model, optimizer)
+    records = runtime_of(model).records
+    assert records.commits is not None
+    append, place = records.commits.append, records.next_place
+    landed, begun = list[float](), list[float]()
+
+    def slow(*args: Any) -> None:
+        time.sleep(0.3 * mesh.get_local_rank("pp"))
+        append(*args)
+        landed.append(time.monotonic())
+
+    def noted(unit: Any) -> int:
+        begun.append(time.monotonic())
+        return place(unit)
+
+    records.commits.append, records.next_place = slow, noted
+    for step in range(4):
+        begun.clear()
+        with infinity.no_sync(model, micro_batches=MICRO):
+            run(schedule, mesh, step)
+        optimizer.step()
+        steps.append((begun[0], landed[step - 1] if step else 0.0))
+    infinity.close(model)
+    return steps
+
+
+def test_no_stage_updates_before_all_have_recorded_the_step_before(tmp_path):
+    ranks = run_ranks(slow_commits, 2, str(tmp_path))
+    for step in (1, 2, 3):
+        begun, landed = zip(*(each[step] for each in ranks), strict=True)
+        assert min(begun) > max(landed)
+
+
+def train_until_killed(folder: str) -> None:
+    on_nvme = ["memory.host=200KiB", "memory.resident=false"]
+    with small_units(), infinity.Init(recipe("bf16", named(folder, *on_nvme)), mesh=mesh_of(2, 1, 1)):
+        model = build(mesh := mesh_of(2, 1, 1))
+        divide(model, mesh)
+    optimizer = optimizer_for(model, Rule())
+    schedule = schedule_of(model, mesh, "Schedule1F1B")
+    first = infinity.resume(model, optimizer)
+    for step in range(first, 10_000):
+        with infinity.no_sync(model, micro_batches=MICRO):
+            run(schedule, mesh, step)
+        optimizer.step()
+        mark(f"step{step - first}")
+
+
+def test_stages_that_are_killed_at_random_moments_go_on_to_the_bit(tmp_path):
+    generator = random.Random(3)
+    for _ in range(3):
+        with start_ranks(train_until_killed, 2, str(tmp_path / "a")) as ranks:
+            ranks.reached("step1", 0)
+            time.sleep(0.2 * generator.random())
+            for rank in generator.sample(range(2), 2):
+                ranks.kill(rank)
+    on_nvme = ["memory.host=200KiB", "memory.resident=false"]
+    how: tuple[Any, ...] = ("Schedule1F1B", "bf16")
+    first, last = run_ranks(finish_killed, 2, str(tmp_path), on_nvme, how)
+    assert first == last
+    assert first >= 3
+
+
+def finish_killed(folder: str, more: list[str], how: tuple[Any, ...]) -> int:
+    """Go on after the kill to two more steps, and compare with a run that was not killed."""
+    mesh = mesh_of(2, 1, 1)
+    ours = train(mesh, *how, named(f"{folder}/a", *more), Rule(), resumes=True, more=2)
+    theirs = train(mesh, *how, named(f"{folder}/b", *more), Rule(), steps=ours["first"] + 2)
+    assert all(torch.equal(weight, ours["weights"][name]) for name, weight in theirs["weights"].items())
+    first: int = ours["first"]
+    return first

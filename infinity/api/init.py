@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from infinity.activations.recompute import patched
 from infinity.api import optimizer as own
-from infinity.api.lora import adapter, check_adapter
+from infinity.api.lora import adapter, check_adapter, check_adapters
 from infinity.checkpoint.directory import Checkpoint
 from infinity.checkpoint.forms import decode_checkpoint, read_quantization
 from infinity.checkpoint.load import CheckpointValues, OnProgress
@@ -134,7 +134,7 @@ class Init:
             return
         config = engine_config(recipe)
         if mesh is not None:
-            check_mesh(config, mesh)
+            check_mesh(config)
         self.runtime = Runtime(config if device is None else replace(config, device=str(device)), mesh)
 
     def __enter__(self) -> "Init":
@@ -152,6 +152,8 @@ class Init:
             stack.callback(self.runtime.close)
             self.runtime.construction.__exit__(*exc)
             if exc[1] is None:
+                for root in self.runtime.construction.roots:
+                    check_adapters(root, self.runtime.units.parts)
                 self.runtime.meet()
                 stack.pop_all()
 

@@ -31,6 +31,8 @@ BEAT_S = 1.0
 _SILENCE_S = 3.5 * BEAT_S
 #: A wait of this long makes this rank check, this often, on the others (s).
 _LOOK_S = 2.0
+#: Time between two looks for ranks that have not come to a place (s).
+_PAUSE_S = 0.005
 #: How long the store may take to answer (s).
 _PATIENCE_S = 10.0
 #: A collective that a rank took part in before it left ends within this time after that (s).
@@ -157,6 +159,23 @@ class Peers:
             return self.overdue(what)
 
         return look
+
+    def come(self, place: str) -> None:
+        """Count this rank among those that have come to ``place``."""
+        with suppress(RuntimeError):  # the store is gone: explained() says so
+            self._store.add(place, 1)
+
+    def wait_for_all(self, place: str, what: str) -> None:
+        """Return when all ranks have come to ``place``; raises as they ended, or a PeerError. Any thread."""
+        look = self.watch(what)
+        while (error := look()) is None:
+            try:
+                if self._store.add(place, 0) >= self.world_size:
+                    return
+            except RuntimeError as gone:
+                raise self.explained(what, gone) from None
+            time.sleep(_PAUSE_S)
+        raise error
 
     def ask(self, exchange: int, count: int) -> None:
         """Say that this rank waits in an exchange of headers, by its number, for collective ``count``."""

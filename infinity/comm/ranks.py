@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from infinity.comm.collectives import Collectives
+from infinity.comm.peers import Peers
 from infinity.comm.shared import NodeMemory
 from infinity.core.config import SettingError
 from infinity.core.errors import BudgetError, InfinityError, LaunchError, PeerError, RecipeError, first_line
@@ -44,6 +45,7 @@ class Ranks:
     note: str = ""  # on that, for a run's start
     mesh: str = ""  # the sizes of its dimensions, where ranks are in one
     first: int = 0  # of the ranks that run the same program
+    everywhere: bool = False  # what its stage's ranks decide, those of all stages do together
 
     @property
     def share(self) -> tuple[int, int]:
@@ -64,6 +66,11 @@ class Ranks:
         return self.world_size == 1 or self.memory is not None
 
     @property
+    def of_stages(self) -> Peers | None:
+        """The watch of all ranks, where they are in a pipeline, so that some reduce without others."""
+        return self.collectives.peers if self.collectives is not None and f"{STAGES}=" in self.mesh else None
+
+    @property
     def nodes(self) -> int:
         return 1 if self.collectives is None else self.collectives.nodes.count
 
@@ -71,6 +78,8 @@ class Ranks:
         """Return the smallest ``value`` of a stage's ranks, so that they decide alike; all must call."""
         if self.collectives is None:
             return value
+        if self.everywhere:
+            return int(self.each(lambda: [value], 1, where).amin())
         return int(self._exchange("least", [value], where).amin())
 
     def wait_for_writes(self, where: str) -> None:

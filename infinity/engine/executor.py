@@ -6,7 +6,7 @@ Also the settings of one ``Init``, and the choice of where updates run.
 import contextlib
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -17,7 +17,7 @@ from torch import nn
 
 from infinity.activations.controller import ActivationBudget, Activations
 from infinity.comm.collectives import Server
-from infinity.comm.ranks import STAGES, Ranks
+from infinity.comm.ranks import Ranks
 from infinity.core import budget
 from infinity.core.config import MemoryConfig, SettingError
 from infinity.core.errors import BudgetError, StateError
@@ -90,14 +90,12 @@ def engine_config(config: Any) -> EngineConfig:
     return found
 
 
-def check_mesh(config: EngineConfig, mesh: Any) -> None:
+def check_mesh(config: EngineConfig) -> None:
     """Raise a SettingError for a setting that does not go together with a mesh of ranks."""
     per_node, shared, copies = config.partition.ranks_per_node, config.memory.shared, config.durability.copies
-    staged = STAGES in (getattr(mesh, "mesh_dim_names", None) or ())
     for key, value, allowed in (
         ("train.stages", config.stages, (False,)), ("memory.shared", shared, ("auto", "never")),
         ("durability.copies", copies, (1,)), ("partition.ranks_per_node", per_node, (None,)),
-        ("run.name", config.run_name if staged else None, (None,)),
     ):  # fmt: skip
         if value not in allowed:
             raise SettingError(key, value, f"{' or '.join(map(str, allowed))}, with a mesh of ranks")
@@ -459,17 +457,18 @@ class StepExecutor(ActivationBudget):
         records, interval = self.updates.records, self.updates.records.interval
         if interval.chosen or records.commits is None:
             return
+        ranks = replace(self.tiers.ranks, everywhere=True)  # all stages record the same steps
         if interval.every == 1:  # the first step
-            stores = -self.tiers.ranks.least(-records.stores_residents(updated), "durability.every")
+            stores = -ranks.least(-records.stores_residents(updated), "durability.every")
             wanted = interval.wanted or (2 if stores else 1)
             if wanted > 1:  # units on NVMe have a third place then
                 room = self.tiers.add_versions(self.units)
-                wanted = wanted if self.tiers.ranks.least(room, "durability.every") else 1
+                wanted = wanted if ranks.least(room, "durability.every") else 1
             interval.every = wanted
             interval.chosen = interval.wanted is not None or wanted == 1
         elif (measured := interval.measured) is not None:
             records.commits.wait()  # on all ranks: this step may be recorded next
-            interval.every = -self.tiers.ranks.least(-measured, "durability.every")
+            interval.every = -ranks.least(-measured, "durability.every")
             interval.chosen = True
 
     def _count_step(self) -> None:

@@ -121,7 +121,10 @@ class Runtime:
         host_nbytes = ranks.least(memory.host or free_host_nbytes() // 2, "memory.host")
         self.storage = Storage(memory, host_nbytes, self.dtype, device, rule)
         self.stack.callback(self.storage.stack.close)
-        self.storage.open_files(self.run_id, ranks, resume, self.timeline, self.config.durability, self.note)
+        everyone = replace(ranks, everywhere=True)
+        self.storage.open_files(
+            self.run_id, everyone, resume, self.timeline, self.config.durability, self.note
+        )
         self.tiers = Tiers(self.storage, ranks, reduction)
         self.tiers.pending = self.storage.saved is not None
         if ranks.memory is not None:
@@ -140,7 +143,7 @@ class Runtime:
             ),
             self.tiers, self._serve, device, self._compute_in_tiles,
         )  # fmt: skip
-        self.units.parts.mesh, self.units.parts.staged = mesh, "pp=" in ranks.mesh
+        self.units.parts.mesh, self.units.parts.staged = mesh, ranks.of_stages is not None
         self.values = FullValues(self.tiers, self.construction, self.executor)
 
     def _compute_in_tiles(self, param: nn.Parameter) -> None:

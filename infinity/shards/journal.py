@@ -9,8 +9,9 @@ SQLite's write-ahead log would be faster, but on a full disk it cannot be read.
 [Note: the commit barrier]
 The updates of step t+1 write over what step t-1 committed. So the first of them waits until every rank's
 journal has the commit of step t (a rank reduces no gradient of a step before its own commit of the step
-before is there), and retires that of t-1. So whenever a process is killed, each rank has a whole commit, all
-of the same step.
+before is there), and retires that of t-1. Stages of a pipeline do not reduce together: each rank counts
+itself in the store when its commit is there, and who waits for its own waits for all. So whenever a process
+is killed, each rank has a whole commit, all of the same step.
 
 [Note: writes in place]
 ``infinity.gathered(modify=True)`` and loaded states write over committed versions. Before the first of these

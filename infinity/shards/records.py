@@ -225,6 +225,23 @@ class Records:
         if record is not None and landing is not None:
             self._kept.append((record.step, [unit.version for unit in record.units]))
             self.commits.add(replace(record, state=self._small.packed), landing)
+            if self.tiers.ranks.of_stages is not None and self.commits.last is not None:
+                self.commits.last.then(partial(self._count, self.commits.last, record.step))
+
+    def _count(self, commit: Transfer, step: int) -> None:
+        """Tell other stages that the commit of ``step`` has landed here, unless it failed."""
+        with contextlib.suppress(Exception):  # it surfaces where the commit is waited for
+            commit.wait()
+            if (peers := self.tiers.ranks.of_stages) is not None:
+                peers.come(f"commits/{step}")
+
+    def _wait_for_all(self) -> None:
+        """Wait for the last record to be on disk; in a pipeline, for those of all stages."""
+        if self.commits is not None:
+            self.commits.wait()
+            peers, step = self.tiers.ranks.of_stages, self.recorded
+            if peers is not None and self.commits.last is not None and step is not None:
+                peers.wait_for_all(f"commits/{step}", f"commits of step {step}")
 
     def take_over(
         self, saved: SavedRun, rank: int, adopted: Container[int], obsolete: Callable[[], None]
@@ -260,14 +277,14 @@ class Records:
             self.end_commit()
         recorded_now = self.recorded == self.steps
         if self.commits is not None and not (recorded_now and self.interval.every > 1):
-            self.commits.wait()
+            self._wait_for_all()
 
     def _pass_barrier(self) -> None:
         """Wait until versions of all records but the last may be written; see [Note: the commit barrier]."""
         if self._commit is not None:
             self.end_commit()
         if self.commits is not None:
-            self.commits.wait()
+            self._wait_for_all()
             self.commits.retire()
             self._kept = self._kept[-1:]
             if self.commits.last is not None:
