@@ -26,6 +26,8 @@ MICRO, SEQUENCE, WIDTH, BLOCKS = 4, 64, 128, 8
 #: Parameters, blocks and width of models of the sizes in RoundPipe's rows, with 4,096 tokens a micro-batch.
 MODELS = {"8 B": (8e9, 32, 4096), "32 B": (32e9, 64, 5120)}
 CARDS, TOKENS = 8, 4096
+#: Experts of a block, their widths, those of a token, and bytes of a weight as it is stored.
+EXPERTS = {"Qwen3-235B, bf16": (128, 4096, 1536, 8, 2), "DeepSeek-V3, FP8": (256, 7168, 2048, 8, 1)}
 
 
 def step(staged: bool) -> tuple[int, int, int]:
@@ -120,9 +122,30 @@ def planned() -> None:
     print_table(columns, rows)
 
 
+def experts() -> None:
+    """Print what the link of one of 8 cards brings for a block's experts in a step.
+
+    Gathered, their weights come twice. If tokens are sent to the rank of each of their experts, they go there
+    and back in forward, when experts are computed again, and in backward as gradients. In stages each goes
+    once to its block and its gradient once back. In both a rank has its part of the weights twice.
+    """
+    rows = list[list[str]]()
+    for name, (count, width, hidden, top_k, itemsize) in EXPERTS.items():
+        weights, others = 2 * itemsize * 3 * count * width * hidden, (CARDS - 1) / CARDS
+        for tokens in (4096, 16384, 65536):
+            sent, once = 6 * 2 * tokens * top_k * width * others, 2 * 2 * tokens * width
+            each = weights, weights / CARDS + sent, weights / CARDS + once
+            rows.append([name, f"{tokens:,}", *(f"{nbytes / 1e9:.2f}" for nbytes in each)])
+        even = weights / (6 * 2 * top_k * width)
+        rows.append([name, f"{even:,.0f}", *["equal"] * 2, ""])
+    print(f"A block's experts on {CARDS} cards, GB to a card in a step, by arithmetic:")
+    print_table(["model", "tokens a rank", "gathered", "tokens to experts", "stages of blocks"], rows)
+
+
 if __name__ == "__main__":
     if "--work" in sys.argv:
         work()
     else:
         counted((2,) if "--quick" in sys.argv else (2, 4))
         planned()
+        experts()
