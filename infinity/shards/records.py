@@ -225,7 +225,7 @@ class Records:
         if record is not None and landing is not None:
             self._kept.append((record.step, [unit.version for unit in record.units]))
             self.commits.add(replace(record, state=self._small.packed), landing)
-            if self.tiers.ranks.of_stages is not None and self.commits.last is not None:
+            if self.tiers.ranks.mesh and self.commits.last is not None:
                 self.commits.last.then(partial(self._count, self.commits.last, record.step))
 
     def _count(self, commit: Transfer, step: int) -> None:
@@ -239,7 +239,8 @@ class Records:
         """Wait for the last record to be on disk; in a pipeline, for those of all stages."""
         if self.commits is not None:
             self.commits.wait()
-            peers, step = self.tiers.ranks.of_stages, self.recorded
+            ranks, step = self.tiers.ranks, self.recorded
+            peers = ranks.of_stages if ranks.mesh else None
             if peers is not None and self.commits.last is not None and step is not None:
                 peers.wait_for_all(f"commits/{step}", f"commits of step {step}")
 
