@@ -9,8 +9,9 @@ Between its steps fio reads the same files with requests of the same size, as ma
 How fast the base is read is shown in two ways: while some read is on its way (``reading GB/s``), and over the
 whole step (``step GB/s``). What keeps the second below the first is in the same row: the seconds of a step in
 which compute waits for bytes (``wait read s``) and for their decoding (``wait decode s``), and those that
-threads decode. ``compute s`` is processor time of the thread that computes, ``cores s`` of all threads. A
-step's limit is the larger of its compute and of its bytes' time at fio's rate.
+threads decode. ``compute s`` is processor time of the thread that computes, ``cores s`` of all threads. For
+``queued s`` the thread that computes could have gone on, but no core was free: other programs had them, or
+this one's threads. A step's limit is the larger of its compute and of its bytes' time at fio's rate.
 
 Each step is planned, too, as by ``infinity plan`` with the operators timed here, and shown beside what was
 measured: bytes from drives, seconds, the peak of units in their pool, and by how much resident memory grew
@@ -288,7 +289,7 @@ def train(job: Job) -> dict[str, Any]:
     for step in range(job.warmup + job.steps):
         generator = torch.Generator().manual_seed(step)
         ids = torch.randint(job.vocabulary, (job.sequences, job.tokens), generator=generator)
-        cpu = time.thread_time(), time.process_time()
+        cpu = time.thread_time(), time.process_time(), queued_s()
         began = time.perf_counter()
         if schedule is not None:
             loss = schedule(input_ids=ids, labels=ids).loss
@@ -300,7 +301,8 @@ def train(job: Job) -> dict[str, Any]:
                     loss = model(input_ids=rows, labels=rows).loss / job.micro_batches
                     loss.backward()
         optimizer.step()
-        step_s, cpu_s = time.perf_counter() - began, (time.thread_time(), time.process_time())
+        step_s = time.perf_counter() - began
+        cpu_s = time.thread_time(), time.process_time(), queued_s()
         report = optimizer.report(loss=float(loss.detach()), tokens=ids.numel())
         last, before = before, (engine.nbytes_read, reading.seconds, decoding_s[0])
         if step < job.warmup:
@@ -313,6 +315,7 @@ def train(job: Job) -> dict[str, Any]:
                 "decoding_s": before[2] - last[2],
                 "compute_s": cpu_s[0] - cpu[0],
                 "cpu_s": cpu_s[1] - cpu[1],
+                "queued_s": cpu_s[2] - cpu[2],
                 "loss": float(loss.detach()),
                 "fio_per_s": fio.read_bytes_per_s(files, job.fio_s) if job.fio_s else None,
                 **{key: getattr(report, key) for key in ("stall_s", "tiles", "tiles_used", "nbytes_written")},
@@ -321,6 +324,11 @@ def train(job: Job) -> dict[str, Any]:
     peaks = {"peak_rss": peak_rss_nbytes(), "units": runtime.peak_nbytes()["device"], "start_rss": start_rss}
     optimizer.close()
     return {"steps": results, "start_s": start_s, **peaks}
+
+
+def queued_s() -> float:
+    """Seconds in which the calling thread could have run, and no core was free."""
+    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
 
 
 def rss_nbytes() -> int:
@@ -359,13 +367,14 @@ class Way:
     layer_by_layer: bool
     device: str  # memory.device
     sequences: int = 1  # of a micro-batch
+    logits: str = "auto"  # memory.logits
 
 
 WAYS = {
     "few tokens": Way(8, 1, False, "1GiB"),
     "more tokens": Way(64, 1, False, "1GiB"),
     "layer by layer": Way(64, 16, True, "1GiB"),
-    "in one": Way(64, 1, True, "1GiB", sequences=16),
+    "in one": Way(64, 1, True, "1GiB", sequences=16, logits="slices"),
 }
 #: What reads at most so many times the bytes of the other, whose tokens are the same.
 SAME_TOKENS, MOST_TIMES = ("layer by layer", "in one"), 1.05
@@ -373,7 +382,8 @@ SAME_TOKENS, MOST_TIMES = ("layer by layer", "in one"), 1.05
 MOST_OF_LIMIT = 1.15
 COLUMNS = [
     *("run", "tokens", "M", "step s", "read GB", "reading s", "reading GB/s", "step GB/s", "fio GB/s"),
-    *("/ fio", "compute s", "/ limit", "wait read s", "wait decode s", "decoding s", "cores s", "tiles"),
+    *("/ fio", "compute s", "/ limit", "wait read s", "wait decode s", "decoding s"),
+    *("queued s", "cores s", "tiles"),
     "peak RSS GiB",
 ]
 
@@ -421,13 +431,14 @@ class Bench:
     def overrides(self, way: str) -> list[str]:
         tile, device = ("256KiB", "16MiB") if self.options.quick else ("auto", WAYS[way].device)
         return [
-            "train.dtype=bf16",
+            f"train.dtype={self.options.dtype}",
             f"memory.nvme=[{self.folder / 'nvme'}]",
-            f"memory.device={device}",
+            f"memory.device={self.options.device or device}",
             f"memory.host={self.options.host}",
             f"train.schedule={'layer' if WAYS[way].layer_by_layer else 'step'}",
             f"train.accumulate={WAYS[way].micro_batches}",
             "memory.activations=keep",
+            f"memory.logits={WAYS[way].logits}",
             f"partition.tile={tile}",
             f"run.dir={self.folder / 'runs'}",
         ]
@@ -470,7 +481,7 @@ class Bench:
                     f"{self.median(way, 'compute_s'):.2f}",
                     f"{self.of_limit(way):.3f}" if has_fio else "",
                     *(f"{self.stall(way, cause):.2f}" for cause in ("read", "decode")),
-                    *(f"{self.median(way, key):.2f}" for key in ("decoding_s", "cpu_s")),
+                    *(f"{self.median(way, key):.2f}" for key in ("decoding_s", "queued_s", "cpu_s")),
                     f"{last['tiles_used']} of {last['tiles']}",
                     f"{result['peak_rss'] / GIB:.2f}",
                 ]
@@ -516,12 +527,13 @@ class Bench:
 def options_of(argv: list[str] | None) -> argparse.Namespace:
     from infinity.core.nbytes import parse_nbytes
 
-    parser = Options(__doc__, "2 small layers: under a minute", dtype=False)
+    parser = Options(__doc__, "2 small layers: under a minute")
     parser.add_argument("--layers", type=int, default=48, help="of the model; each takes 0.63 GB")
     parser.add_argument("--source", type=Path, help="the checkpoint; written there if it is not, and kept")
     parser.add_argument("--ways", default=",".join(WAYS), help=f"of {', '.join(WAYS)}")
     parser.add_argument("--rss", type=parse_nbytes, default=3 * GIB, help="most resident memory allowed")
     parser.add_argument("--host", default="256MiB", help="memory.host")
+    parser.add_argument("--device", help="memory.device, if another than that of each way")
     parser.add_argument("--threads", type=int, default=1, help="of compute; others read and decode")
     parser.add_argument("--steps", type=int, default=3, help="measured steps")
     parser.add_argument("--warmup", type=int, default=1, help="steps before them")

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import infinity
 from infinity import StateError
+from infinity.activations import logits
 from infinity.core.errors import DiskError
 from infinity.engine.runtime import runtime_of
 from infinity.partition.tiles import TiledWeight, compute_in_tiles
@@ -36,7 +37,7 @@ from tests.helpers.training import (
     streaming,
     train,
 )
-from tests.shards.test_mapped import loaded, mapped
+from tests.shards.test_mapped import adapted, loaded, mapped, save
 from tests.shards.test_mapped import train as adapters
 from tests.shards.test_resume import same
 
@@ -606,6 +607,34 @@ def test_adapters_on_a_base_in_tiles_train_as_on_a_whole_one(tmp_path, kind):
     if routed:
         assert tiled == whole
     assert [name for name in weights if not torch.equal(weights[name], loaded_weights[name])] == []
+
+
+def test_logits_of_a_frozen_head_larger_than_the_device_are_computed_in_slices(tmp_path, monkeypatch):
+    monkeypatch.setattr(logits, "LEAST_SLICE_NBYTES", 1)
+    source, losses, rows = save(tmp_path / "checkpoint"), {}, list[int]()
+    linear = TiledWeight.linear
+
+    def noted(weight, inputs, bias=None):
+        rows.extend([inputs.shape[:-1].numel()] * ("lm_head" in weight.name))
+        return linear(weight, inputs, bias)
+
+    monkeypatch.setattr(TiledWeight, "linear", noted)
+    for mode in ("whole", "slices"):
+        sizes = ("memory.device=24KiB", "partition.tile=1KiB")
+        with loaded(source, tmp_path / mode, *sizes, f"memory.logits={mode}") as model:
+            head = runtime_of(model).units.places(model.lm_head.weight)
+            assert sum(unit.nbytes for unit, _ in head) > 24 * 2**10
+            model = adapted(model, targets=["q_proj"])
+            optimizer, schedule = optimizer_for(model, Rule()), infinity.layer_schedule(model, 2)
+            losses[mode] = []
+            for step in range(2):
+                loss = schedule(**models.build("llama", 1)[1](step, 0, 1)).loss
+                loss.backward()
+                optimizer.step()
+                losses[mode].append(loss.item())
+        assert {*rows} == ({24} if mode == "whole" else {8})
+        rows.clear()
+    assert losses["slices"] == pytest.approx(losses["whole"], rel=1e-6)
 
 
 def test_what_is_written_to_a_quantized_tile_is_not_decoded_anew(tmp_path):

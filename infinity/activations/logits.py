@@ -54,10 +54,10 @@ def find_head(model: nn.Module) -> nn.Module | None:
             return None  # torch.compile looks into what pending logits hide
         if hasattr(module, "get_output_embeddings"):
             head = module.get_output_embeddings()
-            if head is not None and any(map(has_torch_function_unary, head._parameters.values())):
-                return None  # computed in tiles
-            if head is not None:
-                head = vars(head).get("module", head)  # a stand-in of the layer schedule is in its place
+            tiled = filter(has_torch_function_unary, () if head is None else head.parameters())
+            if head is None or any(each.requires_grad for each in tiled):
+                return None  # gradients of all its tiles would wait for the last slice
+            head = vars(head).get("module", head)  # a stand-in of the layer schedule is in its place
             sized = isinstance(getattr(head, "in_features", None), int) and hasattr(head, "out_features")
             return head if sized and head._compiled_call_impl is None else None
     return None

@@ -464,8 +464,8 @@ class Hooks:
                         hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
                         stack.enter_context(hooks)
                 self.stack.append(frame)
-                for unit in self.units.holding(module.parameters()):
-                    self._use(unit, frame)
+                for unit in self.units.holding(filter(self.units.find, module.parameters())):
+                    self._use(unit, frame)  # tiles are used one by one
             yield
 
     def _end_run(self, frame: Frame) -> None:

@@ -228,15 +228,17 @@ class TileView:
     def device(self) -> torch.device:
         return self.weight.places[0][1].whole.device
 
+    @property
+    def requires_grad(self) -> bool:
+        return self.weight.places[0][1].whole.requires_grad
+
     def dim(self) -> int:
         return len(self.shape)
 
+    ndim = property(dim)
+
     def __len__(self) -> int:
         return self.shape[0]
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
 
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
