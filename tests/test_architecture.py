@@ -295,7 +295,7 @@ ROOM_BUDGETS = {
     "nvme": 1213,
     "observe": 978,
     "optim": 2908,
-    "partition": 3149,
+    "partition": 3151,
     "planner": 2731,
     "predict": 5265,
     "recipes": 1623,
