@@ -124,9 +124,28 @@ def as_transformers(folder: str) -> None:
     infinity.close(model)
 
 
+def compiled(folder: str) -> None:
+    """Blocks that are compiled, as torchtitan compiles them, train to the bit as those that are not."""
+    runs, (_, batch) = [], models.build("llama", seed=1)
+    for compiles in (False, True):
+        where = recipe("fp32", ["memory.host=64MiB"])
+        model = infinity.from_pretrained(folder, where, mesh=mesh_of(1, 2), tp_plan="auto").train()
+        optimizer, losses = infinity.AdamW(model, lr=1e-3, max_grad_norm=1.0), []
+        for block in model.model.layers if compiles else ():
+            block.compile(backend="eager")
+        for step in range(3):
+            loss = model(**batch(step)).loss
+            loss.backward()
+            optimizer.step()
+            losses.append((loss.item(), optimizer.grad_norm))
+        infinity.close(model)
+        runs.append(losses)
+    assert runs[0] == runs[1]
+
+
 def test_the_plan_auto_gives_the_gradients_of_transformers(tmp_path):
     save("Llama", tmp_path, torch.float32)
-    run_ranks(as_transformers, 2, str(tmp_path))
+    run_ranks(several, 2, (as_transformers, str(tmp_path)), (compiled, str(tmp_path)))
 
 
 def refuse(folder: str) -> None:
