@@ -141,9 +141,11 @@ _INT4 = {
     }}},
 }  # fmt: skip
 _ADAPTERS = ("lora.rank=16", f"lora.target_modules=[{_ATTENTION}]")
+_ADAPTERS_2048 = (*_ADAPTERS, "model.seq_len=2048")
 _QWEN = "Qwen3-235B-A22B"
 _QWEN_ADAPTERS = ("lora.rank=16", "lora.target_modules=[q_proj,k_proj,v_proj,o_proj]")
 _AS_ROUNDPIPE = (*_QWEN_ADAPTERS, "model.seq_len=2048")
+_SUMS_AS_WELL = (*_AS_ROUNDPIPE, "train.dtype=fp16", "train.accumulate_dtype=fp16")
 _DENSE = (
     "model.n_layers=128", "model.d_model=25600", "model.n_heads=256", "model.seq_len=1024", "train.dtype=fp16"
 )  # fmt: skip
@@ -159,6 +161,9 @@ BEST: tuple[tuple[str, str | None, tuple[str, ...], str, int], ...] = (
     ("Kimi-K2-Thinking in INT4, LoRA of rank 16", "Kimi-K2", _ADAPTERS, "desktop-4090-64g", 8192),
     ("Qwen3-235B-A22B, LoRA of rank 16", _QWEN, _QWEN_ADAPTERS, "desktop-4090-64g", 32_768),
     ("Qwen3-235B-A22B, LoRA of rank 16", _QWEN, _AS_ROUNDPIPE, "server-4090-800g", 131_072),
+    ("Qwen3-235B-A22B, LoRA of rank 16, sums in fp16", _QWEN, _SUMS_AS_WELL, "server-4090-800g", 131_072),
+    ("Qwen3-235B-A22B, LoRA of rank 16", _QWEN, _AS_ROUNDPIPE, "desktop-4090-64g", 131_072),
+    ("Kimi-K2 in FP8, LoRA of rank 16", "Kimi-K2", _ADAPTERS_2048, "desktop-4090-64g", 131_072),
     ("Kimi-K2, full", "Kimi-K2", ("train.dtype=fp16",), "dgx-2", 524_288),
     ("Kimi-K2, full", "Kimi-K2", (), "hgx-h100", 524_288),
     ("Llama-3 70B, full", "Llama-3 70B", ("train.dtype=fp16",), "dgx-2", 524_288),

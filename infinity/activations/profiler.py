@@ -165,7 +165,7 @@ class Recording:
         self.alive_after: frozenset[int] = frozenset()  # storages in memory then
         self.traffic: list[tuple[int, int, int]] = []  # units: operators ended, bytes read, written
 
-    def profile(self, seconds: list[float], step_s: float) -> Profile:
+    def profile(self, seconds: Sequence[float], step_s: float) -> Profile:
         """Return the profile of a step of ``step_s`` whose operators took ``seconds``, after backward."""
         last = max(0, len(self.calls) - 1)
         slots = self._slots(last)

@@ -18,7 +18,7 @@ Source: TeraIO (arXiv:2506.06472), section 2 (active tensors, inactive periods).
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -182,6 +182,7 @@ class ProfileIndex:
         for index, storage in enumerate(profile.storages):
             if storage.kind in MADE:
                 self.born[storage.born].append(index)
+        self.lifetimes = lru_cache(maxsize=8)(self._lifetimes)
 
     def may_stay(self, k: int) -> bool:
         """Return whether a copy of what operator ``k`` makes can be saved in place of running it again."""
@@ -197,7 +198,7 @@ class ProfileIndex:
         """Return what :meth:`lifetimes` takes: what a plan recomputes, all of whose operators are known."""
         return plan.recomputed, frozenset(self.operators[key] for key in plan.kept)
 
-    def lifetimes(self, recomputed: frozenset[int], kept: frozenset[int] = frozenset()) -> Lifetimes:
+    def _lifetimes(self, recomputed: frozenset[int], kept: frozenset[int] = frozenset()) -> Lifetimes:
         """Return the lifetimes of the step that recomputes blocks, but for operators that are ``kept``."""
         profile = self.profile
         blocks = [block for block in profile.blocks if block.region in recomputed]
@@ -239,9 +240,13 @@ class ProfileIndex:
         )
 
 
+#: Plans of one profile for several machines share what it says.
+index_of = lru_cache(maxsize=1)(ProfileIndex)
+
+
 def lifetimes_of(profile: Profile, recomputed: frozenset[int] = frozenset()) -> Lifetimes:
     """Return the lifetimes of the profiled step if backward recomputes the blocks of these regions."""
-    return ProfileIndex(profile).lifetimes(recomputed)
+    return index_of(profile).lifetimes(recomputed)
 
 
 class _Packing:

@@ -61,7 +61,7 @@ from infinity.planner.lifetimes import (
     InactivePeriod,
     Lifetimes,
     Places,
-    ProfileIndex,
+    index_of,
     kept_levels,
     least_memory,
     lifetimes_of,
@@ -229,14 +229,6 @@ def within(lifetimes: Lifetimes, plan: ActivationPlan, hardware: Hardware, capac
     return Candidate(plan, Simulator(lifetimes, plan, hardware).run())
 
 
-def _least_under(lifetimes: Lifetimes, plan: ActivationPlan) -> tuple[np.ndarray, dict[int, int]]:
-    """Return bytes by position if stores took no time, and where loads start, by index of the period."""
-    asked = {None: lifetimes.backward} | {period.key: period.end for period in lifetimes.periods}
-    starts = {lifetimes.index[load.slot]: asked[load.after] for load in plan.loads}
-    places = {lifetimes.index[key]: place for key, place in plan.places.items()}
-    return least_memory(lifetimes, places, starts), starts
-
-
 def _waits(lifetimes: Lifetimes, plan: ActivationPlan, capacity_nbytes: int) -> Iterator[StoreWait]:
     """Yield the waits with which memory stays within the capacity whenever stores end."""
     # Positions before which the tensor cache is called, and by what: the last of those packed together, and
@@ -248,7 +240,10 @@ def _waits(lifetimes: Lifetimes, plan: ActivationPlan, capacity_nbytes: int) -> 
             calls[period.packed_at + 1] = False, period.key
     calls |= {period.end: (True, period.key) for period in reversed(named)}
     # Stored slots in the order of packing; from its load on ``memory`` has a slot's bytes.
-    memory, starts = _least_under(lifetimes, plan)
+    asked = {None: lifetimes.backward} | {period.key: period.end for period in lifetimes.periods}
+    starts = {lifetimes.index[load.slot]: asked[load.after] for load in plan.loads}
+    places = {lifetimes.index[key]: place for key, place in plan.places.items()}
+    memory = least_memory(lifetimes, places, starts)
     stored = [lifetimes.index[key] for key in sorted(plan.places)]
     periods = [lifetimes.periods[index] for index in stored]
     nbytes, packed, begin = (
@@ -256,8 +251,15 @@ def _waits(lifetimes: Lifetimes, plan: ActivationPlan, capacity_nbytes: int) -> 
         for name in ("nbytes", "packed_at", "begin")
     )
     load = np.array([starts.get(i, period.end) for i, period in zip(stored, periods)], dtype=np.int64)
-    first = 0  # of the slots that need not have gone yet
-    for at, until in pairwise([*sorted(calls), len(memory)] if stored else ()):
+    first, ats = 0, sorted(calls) if stored else []  # the first of the slots that need not have gone yet
+    # What may wait before a call at most: packed before, from ``first`` on, and not loaded.
+    sums, peaks = np.concatenate(([0], nbytes.cumsum())), np.maximum.reduceat(memory, ats) if ats else memory
+    there = np.searchsorted(np.minimum.accumulate(packed[::-1])[::-1], ats)
+    loaded = np.concatenate(([0], nbytes[order := load.argsort()].cumsum()))
+    most = sums[there] - loaded[np.searchsorted(load[order], ats, "right")]
+    for number, (at, until) in enumerate(pairwise([*ats, len(memory)])):
+        if peaks[number] + min(most[number], sums[there[number]] - sums[first]) <= capacity_nbytes:
+            continue
         late = first + np.flatnonzero((packed[first:] < at) & (begin[first:] < until) & (load[first:] > at))
         late = late[::-1]  # the newest first
         full = np.flatnonzero(memory[at:until] + nbytes[late].sum() > capacity_nbytes)
@@ -280,7 +282,7 @@ class PlanSearch:
     """Finds plans for one profile on one machine; ``keep`` is the one that keeps everything."""
 
     def __init__(self, profile: Profile, hardware: Hardware) -> None:
-        self._hardware, self._index = hardware, ProfileIndex(profile)
+        self._hardware, self._index = hardware, index_of(profile)
         # Of the step that recomputes some blocks, without some operators; and all storages that can leave.
         self._lifetimes = cache(lambda again: self._index.lifetimes(*again))
         self._everything = cache(lambda again: self._within(again, 0))
@@ -294,6 +296,7 @@ class PlanSearch:
         self._levels = [frozenset[int](), *kept_levels(self._index, self._order)]
         #: Of what is recomputed and a rung: its fastest plan; the least that it takes.
         self._found, self._least_s = cache(self._search), cache(self._bound)
+        self._least_of = cache(lambda rung: self._least_s(self._first(*self._start(rung)), rung))
         rounded = dict.fromkeys(self._rounded, Place.CODED)
         self.keep = self._simulated(with_loads(self._lifetimes(_NOTHING), rounded, hardware, None))
 
@@ -315,8 +318,7 @@ class PlanSearch:
         """
         met: list[Candidate] = []
         for rung in reversed([rung for rung in self._rungs() if rung <= capacity_nbytes]):
-            least_s = self._least_s(self._first(*self._start(rung)), rung)
-            if met and least_s >= min(each.outcome.step_s for each in met):
+            if met and self._least_of(rung) >= min(each.outcome.step_s for each in met):
                 break
             if (found := self._best(rung)) is not None:
                 met.append(found)
@@ -357,10 +359,12 @@ class PlanSearch:
             return True
 
         rungs = self._rungs()
-        low, high, at = 0, len(rungs), 0  # the smallest may do
+        # No rung below may do; most often one of the next few does.
+        low = bisect_left(rungs, True, key=lambda rung: self._least_of(rung) <= allowed_s)
+        at, high, further = low, len(rungs), 1
         while low < high:
             low, high = (low, at) if do(rungs[at]) else (at + 1, high)
-            at = (low + high) // 2
+            at, further = min(low + further, (low + high) // 2), 2 * further
         do(best.outcome.peak_nbytes)  # a plan of that rung may have the same peak and store less
         lifetimes = self._under(best.plan)
         simulator = Simulator(lifetimes, best.plan, self._hardware)

@@ -49,7 +49,7 @@ import numpy as np
 from infinity.core.errors import RecipeError
 from infinity.core.lifecycle import SlotState
 from infinity.core.plan import ActivationPlan, Hardware, Outcome, Place, Profile, SlotKey, StoreWait, Traffic
-from infinity.planner.lifetimes import InactivePeriod, Lifetimes, ProfileIndex
+from infinity.planner.lifetimes import InactivePeriod, Lifetimes, index_of
 from infinity.planner.queues import NOTHING_S, Job, Queues
 
 
@@ -224,7 +224,7 @@ def play(
     Raises:
         RecipeError: The plan was made for another profile, or needs a channel that ``hardware`` lacks.
     """
-    index = ProfileIndex(profile)
+    index = index_of(profile)
     unknown = [k for k in plan.kept if k not in index.operators or not index.may_stay(index.operators[k])]
     lifetimes = index.lifetimes(*index.again(replace(plan, kept={} if unknown else plan.kept)))
     named = {*plan.places, *(key for load in plan.loads for key in (load.slot, load.after or load.slot))}

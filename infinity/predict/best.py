@@ -103,7 +103,7 @@ def ranked(
     found = []
     for what, keys in rows:
         try:
-            run = _changed(planned, keys)
+            run = planned.changed(*with_keys(planned.recipe, planned.machine, keys))
         except _NO_PLAN:
             continue
         # What a bound rules out is not played.
@@ -124,7 +124,8 @@ def ways_to_fit(planned: DryRun) -> list[Change]:
     single = list(_smaller(planned))
     together = {key: value for keys in single for key, value in keys.items()}
     for tried in (single, [together] if len(single) > 1 else []):
-        if found := ranked(planned, ((written(keys), keys) for keys in tried), lambda run: not run.lacks()):
+        rows = ((written(keys), keys) for keys in tried)
+        if found := ranked(planned, rows, lambda run: run.over_nbytes() <= 0 and not run.lacks()):
             return found
     return []
 
@@ -134,10 +135,6 @@ def with_keys(recipe: Recipe, machine: Machine, keys: Keys) -> tuple[Recipe, Mac
     of_recipe = {key: value for key, value in keys.items() if hasattr(recipe, key.partition(".")[0])}
     of_machine = {key: value for key, value in keys.items() if key not in of_recipe}
     return with_values(recipe, of_recipe), with_values(machine, of_machine)
-
-
-def _changed(planned: DryRun, keys: Keys) -> DryRun:
-    return planned.changed(*with_keys(planned.recipe, planned.machine, keys))
 
 
 def written(keys: Keys) -> str:
@@ -416,11 +413,8 @@ class _Search:
         tried = plan(keys)
         for _ in range(_BUDGETS):
             left = self._left_for_units(tried)
-            if (
-                "memory.device" in self.fixed
-                or self._short(tried) not in tried.lacks
-                or left in (None, keys.get("memory.device"))
-            ):
+            may_help = "memory.device" not in self.fixed and self._short(tried) in tried.lacks
+            if not may_help or left in (None, keys.get("memory.device")):
                 break
             keys = {**keys, "memory.device": left}
             tried = plan(keys)
@@ -504,11 +498,10 @@ class _Search:
     def _refine(self) -> None:
         """Try what is left to change of the best one."""
         best, free = self._fitting[0], FREE - self.fixed
-        keys = self._changes(best.recipe)
         if self._most_of_host > best.host_nbytes and any(unit.on_nvme for unit in best.units):
-            self._offer({**keys, "memory.host": self._most_of_host})
+            self._offer({**self._changes(best.recipe), "memory.host": self._most_of_host})
             best = self._fitting[0]
-            keys = self._changes(best.recipe)
+        keys = self._changes(best.recipe)
         if "memory.device" in free and best.policy != "plan":
             left = self._left_for_units(Candidate(keys, best, {}))
             if left is not None and left > best.division.total:
@@ -570,14 +563,12 @@ class _Search:
             if not mine:
                 continue
             without = self._try({key: value for key, value in keys.items() if key not in mine})
-            than = estimate.tokens_per_s
-            said = _said(without, best.tokens, than)
+            said = _said(without, best.tokens, estimate.tokens_per_s)
             yield Effect(mine, {key: self.recipe.value(key) for key in mine}, said)
 
     def _what_to_buy(self) -> str:
         nearest = min((each for each in self._tried.values() if each.lacks), key=_distance)
-        machine = self.machine
-        what = written(nearest.keys) or "the recipe as written"
+        machine, what = self.machine, written(nearest.keys) or "the recipe as written"
         if nearest.planned is None:
             return f"nothing that may change makes it fit {machine.nodes.name}: {nearest.error}"
         missing = ", ".join(nearest.planned.missing())
@@ -589,8 +580,8 @@ class _Search:
         wanted = []
         for part, nbytes in nearest.lacks.items():
             key, there = parts[part]
-            value = _drives(nearest.planned) if part == DRIVES else f"{-(-(there + nbytes) // 2**30)}GiB"
-            wanted.append(f"{key}={value}")
+            drives = -(-nearest.planned.disk_nbytes() // machine.drives.memory)
+            wanted.append(f"{key}={drives if part == DRIVES else f'{-(-(there + nbytes) // 2**30)}GiB'}")
         return (
             f"nothing that may change makes it fit {machine.nodes.name}; nearest is {what}, which lacks "
             f"{missing}: it fits with {' and '.join(wanted)}"
@@ -605,10 +596,6 @@ def _distance(tried: Candidate) -> tuple[bool, int, int]:
 def _sequences(recipe: Recipe) -> int:
     """Return the sequences of a rank and step."""
     return recipe.train.batch_size * recipe.train.accumulate
-
-
-def _drives(planned: DryRun) -> int:
-    return -(-planned.disk_nbytes() // planned.machine.drives.memory)
 
 
 def _said(tried: Candidate, tokens: int, than: float | None = None) -> str:

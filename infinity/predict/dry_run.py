@@ -216,8 +216,8 @@ class DryRun(Layout):
 
     ``trace`` is one micro-batch, or all of them where they go through each block together; ``profile`` one.
 
-    ``sequences``: of a micro-batch that is recorded, and scaled; None: as many as it has. ``like``: another
-    plan of the same model's activations, near which theirs is searched.
+    ``sequences``: of a micro-batch that is recorded, and scaled; None: as many as it has. ``like``: a run of
+    the same model, near whose plan for activations theirs is searched, and whose record of it is scaled.
     """
 
     passing: PassingPlan | None = None  # where what blocks return waits, in a layer schedule
@@ -225,15 +225,16 @@ class DryRun(Layout):
 
     def __init__(
         self, model: ModelWithoutValues, recipe: Recipe, machine: Machine, sequences: int | None = None,
-        like: ActivationPlan | None = None,
+        like: "DryRun | None" = None,
     ) -> None:  # fmt: skip
         super().__init__(model, recipe, machine)
         self._sequences = sequences or recipe.rows
+        self._again: int = like._again if like else self._sequences  # of a record in which blocks run again
         self.activations = ActivationPlan("recompute" if self.policy == "recompute" else "keep")
         with model.faked():
-            self._unplanned, self._profile = self._record()
+            self._unplanned, self._profile = self._record(self._sequences)
             if self.policy in ("plan", "offload"):
-                self.activations = self._choose_plan(like)
+                self.activations = self._choose_plan(like.activations if like else None)
                 if self.policy == "plan" and self.budget.device_nbytes is not None:  # units get the rest
                     self.budget.divide_beside(self._planned_peak_nbytes)
         if self.budget.asks_what_a_step_leaves:
@@ -246,12 +247,13 @@ class DryRun(Layout):
     @functools.cached_property
     def trace(self) -> StepTrace:
         """Return the trace; what a plan for activations recomputes is recorded only now."""
-        trace, recorded = self._unplanned, self._profile
+        trace, recorded, more = self._unplanned, self._profile, 1.0
         if self.activations.recomputed:
             with self.model.faked():
-                trace, recorded = self._record()
+                trace, recorded = self._record(self._again)
+            more = self._sequences / self._again
         if self.activations.places:
-            stored = tuple(self._stored(recorded(), trace.position))
+            stored = tuple(self._stored(recorded(), trace.position, more))
             trace = replace(trace, stored=stored, peak_nbytes=self._planned_peak_nbytes)
         return self._taken_together(trace) if self.layered else trace
 
@@ -274,7 +276,7 @@ class DryRun(Layout):
         if recipe.memory.device != self.recipe.memory.device and not machine.on_accelerator:
             return dry_run(recipe, machine, self.model.ranks, self, here=self.model.times is not None)
         planned = recipe.memory.policy in ("plan", "offload")
-        like = self.activations if self.policy == "plan" else None
+        like = self if self.policy == "plan" and planned else None
         return DryRun(self.model, recipe, machine, None if planned else self._sequences, like)
 
     def least_host_nbytes(self) -> int:
@@ -442,15 +444,15 @@ class DryRun(Layout):
     def _planned_peak_nbytes(self) -> int:
         return play(self.profile, self.activations, self.channels()).peak_nbytes
 
-    def _stored(self, recorded: Profile, position: np.ndarray) -> Iterator[Stored]:
-        """Yield the activations that leave device memory, and when, by a trace's profile and positions."""
+    def _stored(self, recorded: Profile, position: np.ndarray, more: float) -> Iterator[Stored]:
+        """Yield the activations that leave device memory, by what was recorded, scaled by ``more``."""
         slots = {slot.key: slot for slot in recorded.slots}
         after = {load.slot: load.after for load in self.activations.loads}
         backward = [operator.phase for operator in recorded.operators].index(Phase.BACKWARD)
         for key, place in self.activations.places.items():
             if place is Place.KEEP or key not in slots:
                 continue
-            slot, nbytes, tied = slots[key], slots[key].nbytes, after.get(key, key)
+            slot, nbytes, tied = slots[key], round(more * slots[key].nbytes), after.get(key, key)
             if place is Place.NVME and not self.machine.on_accelerator:
                 nbytes = directly_moved_nbytes(nbytes)
             load_at = slots[tied].unpacked_at if tied in slots else backward
@@ -459,17 +461,15 @@ class DryRun(Layout):
                 int(position[slot.unpacked_at]), place is Place.NVME,
             )  # fmt: skip
 
-    def _record(self) -> tuple[StepTrace, Callable[[], Profile]]:
+    def _record(self, sequences: int) -> tuple[StepTrace, Callable[[], Profile]]:
         model, train = self.model, self.recipe.train
         logits = self._auto_logits() or self.recipe.memory.logits
-        tokens = self._sequences, self.recipe.model.seq_len // train.sequence_ranks
-        packing = self.recipe.packing
+        tokens = sequences, self.recipe.model.seq_len // train.sequence_ranks
         together = train.schedule == "layer" and model.has_experts
-        timed = model.times is not None
-        scored = OBJECTIVES[train.task].head
         routed = self.recipe.tokens * (self.group if together else 1)
         batch = Batch(
-            tokens, logits, packing, self.machine.on_accelerator, timed, together, scored,
+            tokens, logits, self.recipe.packing, self.machine.on_accelerator, model.times is not None,
+            together, OBJECTIVES[train.task].head,
             routed=min(routed, MANY_TOKENS) if any(unit.routed for unit in model.units) else MANY_TOKENS,
         )  # fmt: skip
         record = model.record(batch, self.activations)
@@ -482,10 +482,10 @@ class DryRun(Layout):
             model.times.measure(zip(operations, times.tolist(), trace.nbytes.tolist(), strict=True))
             trace = replace(trace, measured_s=np.array([model.times.of(each) for each in operations]))
             times = trace.operator_s(self.rates)
-        more = self.recipe.rows / self._sequences
+        more = self.recipe.rows / sequences
         if more != 1:
             trace = replace(trace.scaled(more), peak_nbytes=round(more * trace.peak_nbytes))
-        return trace, functools.partial(record.recorded.profile, times.tolist(), 0.0)
+        return trace, functools.partial(model.profile, record, tuple(times.tolist()))
 
     def _taken_together(self, trace: StepTrace) -> StepTrace:
         """Return the trace of all micro-batches, which go through each block together."""

@@ -177,6 +177,7 @@ class ModelWithoutValues:
         self._mode, self._is_fake = _FakeTensors(allow_non_fake_inputs=False), False
         self.values = _NoValues(None if on_accelerator else self._mode)
         self._made: dict[object, Any] = {}  # records and their traces, by what they follow from
+        self.profile = functools.cache(lambda record, times: record.recorded.profile(times, 0.0))
         masters: Any = SimpleNamespace(
             put=lambda unit, master: None, get=lambda unit: torch.empty(unit.numel, device="meta")
         )
@@ -251,8 +252,8 @@ class ModelWithoutValues:
     def planned(
         self, profile: Profile, hardware: Hardware, capacity_nbytes: int | None, like: ActivationPlan | None
     ) -> ActivationPlan:
-        """Return the plan for activations; it is searched once, near ``like`` if that is given."""
-        key: tuple[object, ...] = profile, hardware, capacity_nbytes
+        """Return the plan for one of its profiles; it is searched once, near ``like`` if that is given."""
+        key: tuple[object, ...] = id(profile), hardware, capacity_nbytes
         if like is not None and key not in self._made:
             key = *key, like.recomputed, tuple(like.kept)
         if key not in self._made:

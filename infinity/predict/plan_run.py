@@ -29,7 +29,7 @@ from infinity.core.plan import (
     Planning,
     Profile,
 )
-from infinity.planner.lifetimes import ProfileIndex, operator_times
+from infinity.planner.lifetimes import index_of, operator_times
 from infinity.planner.search import plan as make_plan
 from infinity.planner.search import simple_plan
 from infinity.planner.simulator import Interval, Sample, StepTimeline, play
@@ -192,7 +192,7 @@ def plan_rows(profile: Profile, plan: ActivationPlan) -> list[PlanRow]:
     for slot in profile.slots:
         saved[row_of_region.get(slot.key.region, -1)] += slot.nbytes
     by_place = {place: [0] * len(names) for place in Place}
-    index = ProfileIndex(profile)
+    index = index_of(profile)
     for period in index.lifetimes(*index.again(plan)).periods:
         by_place[plan.place(period.key).as_coded(False)][row_of_region.get(period.key.region, -1)] += (
             period.nbytes

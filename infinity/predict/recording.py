@@ -67,8 +67,10 @@ from infinity.predict.operators import Operation, Touches
 from infinity.predict.step import StepTrace, Stored, TileUse
 from infinity.recipes.models import CausalLoss
 
-#: Operators that read a few rows of their first argument.
-_LOOKUPS = {"aten.embedding.default", "aten.index_select.default"}
+#: Operators that read a few rows of their first argument; that write a few; that only allocate.
+_LOOKUPS = {"aten.embedding.default", "aten.index_select.default", "aten.index.Tensor"}
+_INSERTS = {"aten.index_put_.default", "aten.index_add_.default"}
+_EMPTY = {"aten.empty.memory_format", "aten.empty_like.default", "aten.new_empty.default"}
 #: So many tokens are taken to use all experts.
 MANY_TOKENS = 1024
 #: Parts of the runtime that hooks ask.
@@ -208,9 +210,12 @@ class Record(Profiler):  # type: ignore[no-untyped-call]
         if len(self.recorded.calls) == len(self.rows):
             return result
         tensors, given = [*tensors_in(result)], [*tensors_in((args, kwargs))]
-        given_all = given
-        if str(func) in _LOOKUPS:
+        all_of_them = *given, *tensors
+        if (name := str(func)) in _LOOKUPS | _INSERTS:  # as many rows as they return, or are given
+            tensors = tensors if name in _LOOKUPS else given[-1:]
             given = given[1:] + tensors
+        elif name in _EMPTY:
+            tensors = given = []
         elif self.batch.together and func is torch.ops.aten._grouped_mm.default:
             given = [each for each in given if each.dim() < 3]  # experts are read once for all micro-batches
         nbytes = sum(each.numel() * each.itemsize for each in (*tensors, *given))
@@ -219,7 +224,7 @@ class Record(Profiler):  # type: ignore[no-untyped-call]
         operation = None
         if self.batch.timed:
             operation = Operation.of(func, args, kwargs, self._touches.age)
-            self._touches.note((*given_all, *tensors))
+            self._touches.note(all_of_them)
         self.rows.append((_flops(func, args, kwargs, result), float(nbytes), fp32, operation))
         return result
 

@@ -29,6 +29,7 @@ from infinity.partition.builder import LEAST_SHARD_NBYTES
 from infinity.predict.dry_run import DryRun, Layout, dry_run, model_for
 from infinity.predict.machines import load_machine
 from infinity.predict.play import play_step
+from infinity.predict.recording import Batch, Record
 from infinity.predict.step import DECODE, plan_of
 from infinity.recipes.loading import load_recipe
 from infinity.recipes.models import CausalLoss
@@ -641,3 +642,14 @@ def test_devices_that_do_not_reach_each_other_get_whole_units_by_their_links_and
                 assert gathered == 4 * uploaded == cost[peers, "always"].nbytes["host to device"]
         assert cost[peers, "auto"] == cost[peers, "always" if peers == "null" else "never"]
     assert cost["null", "always"].step_s < cost["null", "never"].step_s
+
+
+def test_of_rows_that_are_read_or_written_their_own_bytes_count_not_those_of_the_whole() -> None:
+    made = Record([], torch.float32, Batch((1, 1)), lambda region: False)
+    table, rows, at = torch.zeros(1000, 8), torch.ones(2, 8), torch.tensor([1, 5])
+    with made:
+        table[at]
+        table.index_put_((at,), rows)
+        table.index_add_(0, at, rows)
+        torch.empty(1000, 8)
+    assert [nbytes for _, nbytes, *_ in made.rows] == [2 * 64 + 16, 3 * 64 + 16, 3 * 64 + 16, 0]
