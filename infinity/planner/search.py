@@ -242,8 +242,7 @@ def _waits(lifetimes: Lifetimes, plan: ActivationPlan, capacity_nbytes: int) -> 
     # Stored slots in the order of packing; from its load on ``memory`` has a slot's bytes.
     asked = {None: lifetimes.backward} | {period.key: period.end for period in lifetimes.periods}
     starts = {lifetimes.index[load.slot]: asked[load.after] for load in plan.loads}
-    places = {lifetimes.index[key]: place for key, place in plan.places.items()}
-    memory = least_memory(lifetimes, places, starts)
+    memory = least_memory(lifetimes, {lifetimes.index[k]: p for k, p in plan.places.items()}, starts)
     stored = [lifetimes.index[key] for key in sorted(plan.places)]
     periods = [lifetimes.periods[index] for index in stored]
     nbytes, packed, begin = (
@@ -252,11 +251,10 @@ def _waits(lifetimes: Lifetimes, plan: ActivationPlan, capacity_nbytes: int) -> 
     )
     load = np.array([starts.get(i, period.end) for i, period in zip(stored, periods)], dtype=np.int64)
     first, ats = 0, sorted(calls) if stored else []  # the first of the slots that need not have gone yet
-    # What may wait before a call at most: packed before, from ``first`` on, and not loaded.
     sums, peaks = np.concatenate(([0], nbytes.cumsum())), np.maximum.reduceat(memory, ats) if ats else memory
     there = np.searchsorted(np.minimum.accumulate(packed[::-1])[::-1], ats)
     loaded = np.concatenate(([0], nbytes[order := load.argsort()].cumsum()))
-    most = sums[there] - loaded[np.searchsorted(load[order], ats, "right")]
+    most = sums[there] - loaded[np.searchsorted(load[order], ats, "right")]  # packed before, not loaded
     for number, (at, until) in enumerate(pairwise([*ats, len(memory)])):
         if peaks[number] + min(most[number], sums[there[number]] - sums[first]) <= capacity_nbytes:
             continue
