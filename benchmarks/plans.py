@@ -331,13 +331,17 @@ of one core; rows that the JSON file has are not planned again. Figures of the m
 [datasheets](../../infinity/predict/hardware): nothing was trained or measured on them.
 In brackets: what a step would be without the change. Rows of `BEST` in the script that are missing here
 have not been planned yet: the command above goes on with them.
-These rows are of November 2026, before the clock let updates in host memory lag into the next forward pass,
-as they do beside an accelerator: steps with states there may be shorter.
+These rows are of November 2026. But for those on server-4090-800g they were planned before the clock let
+updates in host memory lag into the next forward pass, as they do beside an accelerator, and before it
+counted, of rows that are looked up or inserted, those rows and not their whole table: steps with states in
+host memory, and those of mixtures that are bound by compute, may be shorter.
 
 For Qwen3-235B-A22B at 131,072 tokens a step RoundPipe reports 480 tokens/s on one of eight RTX 4090 (its
 README), with all weights in 800 GB of host memory: that is server-4090-800g, and not desktop-4090-64g, which
 reads most weights from two drives. RoundPipe has adapters of rank 32 on all linear layers, experts among
-them, and adds products in fp16.
+them, and adds products in fp16. On server-4090-800g compute binds, not the link or the drives: products, with
+sums in fp32, take 155 s of a step at the assumed 132 Tflop/s, and operators that are bound by device memory
+most of the rest; the link takes 41 s and the drives 27 s, beside it. Products alone would allow 840 tokens/s.
 """
 
 

@@ -296,8 +296,8 @@ ROOM_BUDGETS = {
     "observe": 978,
     "optim": 2908,
     "partition": 3151,
-    "planner": 2731,
-    "predict": 5265,
+    "planner": 2738,
+    "predict": 5257,
     "recipes": 1623,
     "shards": 5165,
 }
