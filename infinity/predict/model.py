@@ -177,7 +177,6 @@ class ModelWithoutValues:
         self._mode, self._is_fake = _FakeTensors(allow_non_fake_inputs=False), False
         self.values = _NoValues(None if on_accelerator else self._mode)
         self._made: dict[object, Any] = {}  # records and their traces, by what they follow from
-        self.profile = functools.cache(lambda record, times: record.recorded.profile(times, 0.0))
         masters: Any = SimpleNamespace(
             put=lambda unit, master: None, get=lambda unit: torch.empty(unit.numel, device="meta")
         )
@@ -248,6 +247,11 @@ class ModelWithoutValues:
             of_leaves = frozenset(unit.index for leaf in self.leaves.values() for unit in leaf)
             self._made[key] = play(record, self.units, of_leaves, streaming, window_nbytes)
         return cast(StepTrace, self._made[key])
+
+    def profile(self, record: Record, times: tuple[float, ...]) -> Profile:
+        if (key := (id(record), times)) not in self._made:
+            self._made[key] = record.recorded.profile(times, 0.0)
+        return cast(Profile, self._made[key])
 
     def planned(
         self, profile: Profile, hardware: Hardware, capacity_nbytes: int | None, like: ActivationPlan | None
