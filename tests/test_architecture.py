@@ -297,7 +297,7 @@ ROOM_BUDGETS = {
     "optim": 2908,
     "partition": 3151,
     "planner": 2738,
-    "predict": 5257,
+    "predict": 5261,
     "recipes": 1623,
     "shards": 5165,
 }
