@@ -2,7 +2,8 @@
 
 [Note: pieces]
 A storage is coded in pieces, each by itself. Of a piece a codec takes whole blocks of 256 elements; what is
-left follows as it is, and a piece that would not get smaller stays as it is. All codecs work in host memory.
+left follows as it is, and a piece that would not get smaller stays as it is. Where a storage is, it is coded:
+only codes leave an accelerator.
 
 [Note: what loses precision]
 Only floating-point tensors that gradients flow through, but weights and weights in another dtype. So indices,
@@ -25,6 +26,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -34,6 +36,7 @@ from torch import Tensor
 from infinity.activations.store import Form
 from infinity.core.config import LOSSY_CODECS, SettingError
 from infinity.core.plan import CodedForm, Hardware, SlotKey
+from infinity.device import accelerator
 
 Array = Any  # numpy's, of one dimension and contiguous
 
@@ -71,32 +74,31 @@ class Code(Form):
 
     def put(self, piece: Tensor, out: Tensor) -> int:
         """Write the code of a piece, uint8, to ``out``, which is as large; return its bytes."""
-        from infinity.activations import loops  # late: numba takes 0.3 s to import
-
         body, rest, nbytes = self._body(piece), piece[len(piece) // self._block * self._block :], 0
         if len(body):
             at = self.seed, int(piece.storage_offset()) // self.dtype.itemsize
-            encode = getattr(loops, f"encode_{self.name}")
-            nbytes = int(encode(self._words(body), _array(out[: len(body)]), at))
+            room = out[: len(body)] if piece.device.type != "cpu" else _array(out[: len(body)])
+            nbytes = int(_loop(f"encode_{self.name}", piece)(self._words(body), room, at))
         if not 0 < nbytes < len(body):
             nbytes, rest = 0, piece
-        out[nbytes : nbytes + len(rest)].copy_(rest)
+        out[nbytes : nbytes + len(rest)].copy_(rest, non_blocking=True)
         return nbytes + len(rest)
 
     def get(self, there: Tensor, piece: Tensor) -> None:
         """Write a piece, uint8, from its code."""
         if len(there) == len(piece):
-            piece.copy_(there)
+            piece.copy_(there, non_blocking=True)
             return
-        from infinity.activations import loops
-
-        body = self._body(piece)
+        there = there.to(piece.device, non_blocking=True)
+        body, on_cpu = self._body(piece), piece.device.type == "cpu"
         end = len(there) - len(piece) + len(body)
         piece[len(body) :].copy_(there[end:])
-        words = np.empty(len(body) // self.dtype.itemsize, np.float32) if self.rounds else self._words(body)
-        getattr(loops, f"decode_{self.name}")(_array(there[:end]), words)
-        if self.rounds:
-            body.view(self.dtype).copy_(torch.from_numpy(words))
+        values = body.view(self.dtype)
+        floats = torch.empty_like(values, dtype=torch.float32) if self.rounds else None
+        words = self._words(body) if floats is None else _floats(floats)
+        _loop(f"decode_{self.name}", piece)(_array(there[:end]) if on_cpu else there[:end], words)
+        if floats is not None:
+            values.copy_(floats)
 
     @property
     def _block(self) -> int:
@@ -106,9 +108,25 @@ class Code(Form):
         return piece[: len(piece) // self._block * self._block]
 
     def _words(self, body: Tensor) -> Array:
-        if self.rounds is None:
-            return _array(body).view(f"u{min(self.dtype.itemsize, 4)}")
-        return _array(body.view(self.dtype).float().view(torch.uint8)).view(np.float32)
+        if self.rounds is not None:
+            return _floats(body.view(self.dtype).float())
+        size = min(self.dtype.itemsize, 4)
+        return _array(body).view(f"u{size}") if body.device.type == "cpu" else body.view(_INTEGERS[size])
+
+
+#: Integers that have the bits of words on a device, by their bytes.
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+def _loop(name: str, piece: Tensor) -> Callable[..., Any]:
+    """Return a loop for where a piece is; imported late: numba takes 0.3 s."""
+    module = "loops" if piece.device.type == "cpu" else "device_loops"
+    found: Callable[..., Any] = getattr(import_module(f"infinity.activations.{module}"), name)
+    return found
+
+
+def _floats(values: Tensor) -> Array:
+    return _array(values.view(torch.uint8)).view(np.float32) if values.device.type == "cpu" else values
 
 
 def _array(tensor: Tensor) -> Array:
@@ -191,7 +209,7 @@ class Coding:
         """Return what the best codec makes of the storage of ``tensor``, if it saves enough, and if asked."""
         if self._forms is None:
             return None
-        whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage())
+        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
         size = min(_SAMPLE_NBYTES, len(whole) // _SAMPLES // 8 * 8)
         samples = [whole[i * (len(whole) // _SAMPLES) // 8 * 8 :][:size] for i in range(_SAMPLES)]
         exact = _EXACT if _is_mask(tensor, samples) else _EXACT - {"bits"}
@@ -216,6 +234,7 @@ class Coding:
             there = out[: code.put(sample, out)]
             put_s = time.perf_counter()
             code.get(there, back)
+            accelerator.wait_on_host(accelerator.record(back.device))
             encode_s, decode_s = encode_s + put_s - began_s, decode_s + time.perf_counter() - put_s
             nbytes += len(there)
             if code.rounds:
@@ -236,12 +255,11 @@ class Coding:
 
 
 def coding_of(
-    codec: str, policy: str, device: torch.device, step: Callable[[], int], rank: int,
-    say: Callable[[str], object],
-) -> Coding | None:  # fmt: skip
+    codec: str, policy: str, step: Callable[[], int], rank: int, say: Callable[[str], object]
+) -> Coding | None:
     """Return what codes activations under a policy; None: nothing does. See :class:`Coding`."""
-    may = policy in ("offload", "plan") and device.type == "cpu"
+    may = policy in ("offload", "plan")
     if codec in LOSSY_CODECS and not may:
-        wanted = "auto or never, or, without an accelerator, activations under the policy offload or plan"
+        wanted = "auto or never, or activations under the policy offload or plan"
         raise SettingError("memory.codec", codec, wanted)
     return Coding(codec, step, rank, say) if may and codec != "never" else None

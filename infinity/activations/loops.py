@@ -17,7 +17,7 @@ Array = Any  # numpy's, of one dimension and contiguous
 BLOCK = 256  # elements
 _F32, _U8, _U32, _I32 = np.float32, np.uint8, np.uint32, np.int32
 #: A group whose largest magnitude is smaller counts as zero: its inverse would be infinite.
-_LEAST = np.float32(1e-30)
+LEAST = np.float32(1e-30)
 
 
 @jit
@@ -98,8 +98,8 @@ def encode_int8(x: Array, out: Array, at: Any) -> Any:
         most = _largest(part)
         if not (most + most / _F32(127)) < np.inf:  # also what 127 steps, rounded, would make infinite
             return 0
-        scales[group] = most / _F32(127) if most > _LEAST else _F32(0)
-        factor = _F32(127) / most if most > _LEAST else _F32(0)
+        scales[group] = most / _F32(127) if most > LEAST else _F32(0)
+        factor = _F32(127) / most if most > LEAST else _F32(0)
         for i in range(BLOCK):
             code[i] = _I32(np.rint(part[i] * factor)) + _I32(128)
     return 4 * groups + x.size
@@ -136,8 +136,8 @@ def encode_2bit(x: Array, out: Array, at: Any) -> Any:
         step = (high - low) / _F32(3)
         if not (_largest(part) + step) < np.inf:
             return 0
-        factor = _F32(1) / step if step > _LEAST else _F32(0)
-        ends[2 * group], ends[2 * group + 1] = low, step if step > _LEAST else _F32(0)
+        factor = _F32(1) / step if step > LEAST else _F32(0)
+        ends[2 * group], ends[2 * group + 1] = low, step if step > LEAST else _F32(0)
         for k in range(4):
             for i in range(quarter):
                 h = _U32(_U32(at[1] + BLOCK * group + quarter * k + i) * _U32(0x9E3779B9)) ^ seed

@@ -13,8 +13,8 @@ had been given when its tensor was packed or allocated, and holds memory until i
 loaded bytes as soon as their copies are issued, since its stream waits for them.
 
 [Note: coded]
-Without an accelerator what is staged is coded: a codec takes the place of each copy. The code of a piece is
-written behind that of the piece before it, or, in memory, kept in a tensor of its own.
+A codec takes the place of each copy of what is staged. The code of a piece is written behind that of the one
+before it, or, in the storage's own memory, kept in a tensor of its own.
 """
 
 import ctypes
@@ -39,6 +39,8 @@ from infinity.nvme.volume import Volume
 
 #: A copy of this size runs at full speed, and its write begins soon (bytes).
 _PIECE_NBYTES = 2**24
+#: What an accelerator codes at one time: that takes up to ten times as much of its memory (bytes).
+_CODED_NBYTES = 2**20
 
 Storage = torch.UntypedStorage
 
@@ -124,16 +126,14 @@ def open_stores(
     Without an accelerator, activations are in host memory already, where only coded ones take fewer bytes.
     Of ``pool`` ``piece_nbytes`` are staged at one time.
     """
-    stores: dict[Place, ActivationStore] = {}
+    stores: dict[Place, ActivationStore] = {Place.CODED: CodedStore(device, pool, piece_nbytes=piece_nbytes)}
     if device.type != "cpu":
         stores[Place.HOST] = StagedStore(device, pool, piece_nbytes=piece_nbytes)
-        if volume is not None:
-            stores[Place.NVME] = StagedStore(device, pool, volume, engine, piece_nbytes=piece_nbytes)
-        return stores
-    stores[Place.CODED] = CodedStore(device, pool, piece_nbytes=piece_nbytes)
     if volume is not None and engine is not None:
-        stores[Place.NVME] = DirectStore(volume, engine)
-        stores[Place.CODED_NVME] = StagedStore(device, pool, volume, engine, piece_nbytes=piece_nbytes)
+        coded = stores[Place.CODED_NVME] = StagedStore(
+            device, pool, volume, engine, piece_nbytes=piece_nbytes
+        )
+        stores[Place.NVME] = DirectStore(volume, engine) if device.type == "cpu" else coded
     return stores
 
 
@@ -157,7 +157,7 @@ def measure_hardware(
         host_nbytes=0 if on_cpu else host_nbytes,
         # Not shared among threads: those of a parallel region wait for the one whose core I/O takes.
         compute_s_per_byte=max((s.processor_s_per_byte for s in speeds), default=0.0) * on_cpu,
-        coding_delay=on_cpu / torch.get_num_threads(),
+        coding_delay=1.0 / (torch.get_num_threads() if on_cpu else 1),
     )
 
 
@@ -296,7 +296,7 @@ class StagedStore:
         self, device: torch.device, pool: Pool, volume: Volume | None = None,
         engine: Any = None, *, piece_nbytes: int = _PIECE_NBYTES,
     ) -> None:  # fmt: skip
-        self._pool, self._volume, self._engine = pool, volume, engine
+        self._pool, self._volume, self._engine, self._device = pool, volume, engine, device
         self._piece_nbytes = aligned(min(piece_nbytes, _PIECE_NBYTES))
         self.threads = [
             ThreadPoolExecutor(1, f"infinity-{name}", accelerator.use_own_stream, (device,))
@@ -308,12 +308,9 @@ class StagedStore:
         nbytes, engine = storage.nbytes(), self._engine
         moves: tuple[Move, Move]
         if self._volume is None:
-            lease = self._pool.lease(nbytes, who=who)
-            moves = (
-                lambda source: lease.tensor.copy_(source, non_blocking=True),
-                lambda target: target.copy_(lease.tensor, non_blocking=True),
-            )
-            return _Staged(self.threads, storage, lease.release, moves)
+            lease, sizes = self._pool.lease(nbytes, who=who), list[int]()
+            moves = partial(self._keep, lease, sizes, form), partial(self._back, lease, sizes, form)
+            return _Staged(self.threads, storage, lease.release, moves, form)
         extent = self._volume.allocate(aligned(nbytes), what=who)
         pieces: list[Piece] = []
         moves = partial(self._put, extent, pieces, who, form), partial(self._get, pieces, who, form)
@@ -328,6 +325,20 @@ class StagedStore:
         for thread in self.threads:
             thread.shutdown()
 
+    def _pieces(self, tensor: Tensor, form: Form) -> Sequence[Tensor]:
+        most = self._piece_nbytes if form is PLAIN or self._device.type == "cpu" else _CODED_NBYTES
+        return torch.split(tensor, min(most, self._piece_nbytes))
+
+    def _keep(self, lease: Lease, sizes: list[int], form: Form, source: Tensor) -> None:
+        """Copy to a lease of host memory, each piece to its own part."""
+        parts = zip(*(self._pieces(each, form) for each in (source, lease.tensor)))
+        sizes += [form.put(piece, part) for piece, part in parts]
+
+    def _back(self, lease: Lease, sizes: Sequence[int], form: Form, target: Tensor) -> None:
+        parts = zip(*(self._pieces(each, form) for each in (target, lease.tensor)), sizes)
+        for piece, part, nbytes in parts:
+            form.get(part[:nbytes], piece)
+
     def _put(self, extent: Extent, pieces: list[Piece], who: str, form: Form, source: Tensor) -> None:
         """Copy the next piece while the one before it is copied, and those before that are written."""
         with ExitStack() as held:  # also after an error nothing is in flight at the end
@@ -341,7 +352,7 @@ class StagedStore:
                     held.callback(write.wait)
                     write.then(lease.release)
 
-            for piece in torch.split(source, self._piece_nbytes):
+            for piece in self._pieces(source, form):
                 lease = self._pool.try_lease(aligned(len(piece)), who=who)
                 if lease is None:
                     write_copied()
@@ -367,7 +378,7 @@ class StagedStore:
             size = max(part.nbytes for part, _ in pieces)
             buffers = [held.enter_context(self._pool.lease(size, who=who)) for _ in pieces[:2]]
             landed = held.enter_context(closing(stream(pieces, buffers, read)))
-            for piece, ((_, nbytes), lease) in zip(torch.split(target, self._piece_nbytes), landed):
+            for piece, ((_, nbytes), lease) in zip(self._pieces(target, form), landed):
                 form.get(lease.tensor[:nbytes], piece)
                 lease.record_use()
 
@@ -381,13 +392,16 @@ class CodedStore(StagedStore):
         return _Staged(self.threads, storage, codes.clear, moves, form, codes)
 
     def _encode(self, codes: list[Piece], who: str, form: Form, source: Tensor) -> None:
-        for piece in torch.split(source, self._piece_nbytes):
-            with self._pool.lease(len(piece), who=who) as lease:
-                code = lease.tensor[: form.put(piece, lease.tensor)].clone()
+        for piece in self._pieces(source, form):
+            with ExitStack() as held:
+                lease = partial(self._pool.lease, len(piece), who=who)
+                on_cpu = source.device.type == "cpu"
+                out = held.enter_context(lease()).tensor if on_cpu else torch.empty_like(piece)
+                code = out[: form.put(piece, out)].clone()
             codes.append((code, len(code)))
 
     def _decode(self, codes: Sequence[Any], form: Form, target: Tensor) -> None:
-        for piece, (code, _) in zip(torch.split(target, self._piece_nbytes), codes):
+        for piece, (code, _) in zip(self._pieces(target, form), codes):
             form.get(code, piece)
 
 

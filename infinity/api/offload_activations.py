@@ -88,9 +88,7 @@ def offload_activations(
     with OwnedStack() as stack:
         activations = _serve(stack, model, policy, directories, host_nbytes, capacity)
         rank, passes = dist.get_rank() if dist.is_initialized() else 0, activations.passes
-        activations.cache.coding = coding_of(
-            codec, policy, activations.cache.device, lambda: first_step + passes.steps, rank, log.info
-        )
+        activations.cache.coding = coding_of(codec, policy, lambda: first_step + passes.steps, rank, log.info)
         yield activations
 
 

@@ -238,7 +238,7 @@ class MemoryConfig(Config):
     codec: Literal["auto", "never", "int8", "2bit"] = setting(
         "auto",
         "code activations that are stored; auto: exactly, where that is measured to pay; int8, 2bit: "
-        "with less precision, all that gradients flow through (without an accelerator)",
+        "with less precision, all that gradients flow through",
     )
     logits: Literal["auto", "whole", "slices"] = setting(
         "auto",

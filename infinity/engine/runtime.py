@@ -188,7 +188,7 @@ class Runtime:
             policy = "keep"  # it recomputes by itself: little is left to plan
         if policy != "keep" or memory.codec != "auto":
             step: Any = weakly(self._step)
-            cache.coding = coding_of(memory.codec, policy, device, step, self.ranks.share[0], self.note)
+            cache.coding = coding_of(memory.codec, policy, step, self.ranks.share[0], self.note)
         if policy != "keep" and device.type == "cpu" and (line := heap_line()):
             self.note(line)
         decide = partial(self.ranks.decide, where="the plan for activations")

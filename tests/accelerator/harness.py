@@ -13,11 +13,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import infinity
 from infinity.activations import tensor_cache
+from infinity.core.plan import CodedForm
 from infinity.engine.runtime import runtime_of
 from tests.accelerator.process import needs_simulator
 from tests.accelerator.simulator import Schedule, Wait
@@ -53,6 +55,7 @@ class Scenario:
         forgets: Before each step are backward passes, all but its last, that ``zero_grad`` forgets.
         peeks: Before each step the model is evaluated; the loss is looked at after the step.
         around: A policy of ``offload_activations`` around a plain model; its weights are the device's own.
+        codec: Of activations around a plain model; ``exact``: all that gets smaller is coded.
         world: Ranks.
     """
 
@@ -71,6 +74,7 @@ class Scenario:
     resumed: bool = False
     forgets: bool = False
     around: str = ""
+    codec: str = "auto"
     peeks: bool = False
     world: int = 1
 
@@ -164,7 +168,11 @@ def _train_plain(scenario: Scenario, folder: str) -> Trained:
     """A plain model and torch's own optimizer; only saved activations are ours."""
     model, out = _factory(scenario)[0]().to(here()), Trained()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with infinity.offload_activations(model, policy=scenario.around, nvme=folder, host="64MiB"):
+    how: Any = {"policy": scenario.around, "codec": scenario.codec.replace("exact", "auto")}
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
+        if scenario.codec == "exact":
+            patch.setattr(CodedForm, "pays", lambda form, nbytes, hardware: True)
+        stack.enter_context(infinity.offload_activations(model, nvme=folder, host="64MiB", **how))
         for step in range(scenario.steps):
             loss = model(**batch_of(scenario, step)).loss
             loss.backward()
@@ -179,7 +187,9 @@ def in_memory(scenario: Scenario) -> Scenario:
     """The same numbers by the plainest way: states in host memory, activations kept."""
     keeps = ("memory.logits=",)  # slices of a loss add in another order
     more = tuple(each for each in scenario.more if not each.startswith("memory.") or each.startswith(keeps))
-    return replace(scenario, place=HOST, more=more, around="keep" if scenario.around else "", resumed=False)
+    return replace(
+        scenario, place=HOST, more=more, around="keep" if scenario.around else "", codec="auto", resumed=False
+    )
 
 
 def _build(scenario: Scenario, overrides: list[str], folder: str) -> nn.Module:
