@@ -282,8 +282,8 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 #: The most lines of each room. A number rises only in a commit whose body says what left instead.
 ROOM_BUDGETS = {
     "": 615,
-    "activations": 3213,
-    "api": 4346,
+    "activations": 3354,
+    "api": 4344,
     "app": 2793,
     "checkpoint": 4161,
     "comm": 2014,
