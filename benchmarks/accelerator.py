@@ -25,10 +25,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from options import Options, say
 from report import Claim, print_claims, print_table
 
-HOST = ("memory.host=1GiB", "memory.device=4MiB")
-NVME = ("memory.nvme=[{folder}]", "memory.host=16MiB", "memory.device=4MiB", "memory.resident=false",
+HOST = ("memory.host=1GiB", "memory.device=12MiB")
+NVME = ("memory.nvme=[{folder}]", "memory.host=32MiB", "memory.device=12MiB", "memory.resident=false",
         "memory.engine=threads")  # fmt: skip
-WIDTH, BLOCKS, TOKENS, WARM, STEPS = 128, 8, 16, 3, 2
+WIDTH, BLOCKS, TOKENS, WARM, STEPS = 128, 32, 16, 3, 2
 MOST = 1.10
 
 

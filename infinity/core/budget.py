@@ -3,7 +3,8 @@
 [Note: the device budget]
 Three things share it. *Held gradients* wait: until ``step`` all of them when a global norm must be known
 first, otherwise those of units in host memory; until the last micro-batch, under ``no_sync``, all of them.
-*The backlog*, gradient and weights of units whose update has started, lets updates lag into the next forward.
+*The backlog*, gradient and weights of units whose update has started, lets updates lag into the next forward;
+beside an accelerator it is gradients that have yet to leave it, which the link goes on with in that forward.
 *The window*, which the prefetcher fills, is the rest: at least two of the largest units, or all in use.
 
 [Note: gradients that spill]
@@ -275,6 +276,8 @@ def divide_device(
         waits = [u for i, u in enumerate(units) if u.waits and i not in spilled]
     lag = [u for u in units if u.streams and u.on_nvme and u.trainable and not sharing.in_host]
     backlog_all = rounded_sum(u.shard_weight + (0 if u.waits else u.shard_grad) for u in lag)
+    if sharing.in_host:  # as many as leave in a forward, a third of a step
+        backlog_all = sum(rounded(u.shard_grad) for u in units if u.trainable and not u.waits) // 3
     if total is None:
         window_all = sum(u.gathered for u in units if u.streams)
         total = max(needed, min(needed + backlog_all + min(window_all, 4 * window_least), ceiling))
@@ -291,6 +294,9 @@ def divide_device(
     if spilled:  # what is left, less than one gradient more, lets gradients lag, or come back ahead
         return DeviceBudget(total, window_least, False, early, 0, least, spilled, total - needed >= most)
     spare = total - needed
+    if sharing.in_host:
+        backlog, hold = min(spare // 2, backlog_all), True
+        return DeviceBudget(total, window_least + spare - backlog, hold, early, backlog, least)
     hold = early or spare >= backlog_all
     backlog = min(spare, backlog_all) if hold else 0
     return DeviceBudget(total, window_least + spare - backlog, hold, early, backlog if early else 0, least)
@@ -360,21 +366,23 @@ def place_states(made: DeviceBudget, bound: int, units: Sequence[UnitSizes], scr
         return made
     all_weights = sum(u.gathered for u in units if u.streams)
     window, others = min(made.window, all_weights), made.total - made.window
-    room, states, gradients = bound - others - window - scratch, 0, 0
+    room, states, gradients, lag = bound - others - window - scratch, 0, 0, made.lag
     chosen = []
     for place, unit in enumerate(units):
         gradient = 0 if unit.waits else rounded(unit.shard_grad)
-        if unit.states and states + gradients + unit.states + gradient <= room:
-            states, gradients = states + unit.states, gradients + gradient
+        left = max(0, lag - gradient // 3)  # it does not leave
+        if unit.states and states + gradients + unit.states + gradient <= room + made.lag - left:
+            states, gradients, lag = states + unit.states, gradients + gradient, left
             chosen.append(place)
     if not chosen:
         return made
     states += scratch
+    others -= made.lag - lag
     window = bound - others - states - gradients
     if made.total < bound:  # it was derived, and need not become that large
         window = min(window, max(made.window, all_weights))
     total = others + states + gradients + window
-    return replace(made, total=total, window=window, on_device=tuple(chosen), states=states)
+    return replace(made, total=total, window=window, lag=lag, on_device=tuple(chosen), states=states)
 
 
 def left_for_states(free: int, total: int, used: int) -> int:
