@@ -277,7 +277,7 @@ def divide_device(
     lag = [u for u in units if u.streams and u.on_nvme and u.trainable and not sharing.in_host]
     backlog_all = rounded_sum(u.shard_weight + (0 if u.waits else u.shard_grad) for u in lag)
     if sharing.in_host:  # as many as leave in a forward, a third of a step
-        backlog_all = sum(rounded(u.shard_grad) for u in units if u.trainable and not u.waits) // 3
+        backlog_all = sum(rounded(u.shard_grad) // 3 for u in units if u.trainable and not u.waits)
     if total is None:
         window_all = sum(u.gathered for u in units if u.streams)
         total = max(needed, min(needed + backlog_all + min(window_all, 4 * window_least), ceiling))

@@ -335,6 +335,15 @@ def test_gradients_that_wait_in_host_memory_take_no_device_memory():
     assert divide_device(28 * MIB, 0, accumulating, sharing).spilled == ()
 
 
+def test_gradients_that_have_yet_to_leave_an_accelerator_take_up_to_half_of_what_is_left():
+    units = [replace(LAYER, name=f"layers.{i}", waits=False, waits_in_host=True) for i in range(6)]
+    sharing = Sharing(early=False, world_size=1, in_host=True)
+    least = divide_device(16 * MIB, 0, units, sharing)
+    for more, lag in ((0, 0), (8 * MIB, 4 * MIB), (64 * MIB, 6 * (4 * MIB // 3))):  # a third of each
+        made = divide_device(16 * MIB + more, 0, units, sharing)
+        assert (made.lag, made.window) == (lag, least.window + more - lag)
+
+
 def test_sums_of_micro_batches_come_back_beside_the_reduction_of_several_ranks():
     units = [replace(LAYER, name=f"layers.{i}", spills=True) for i in range(4)]
     sharing = Sharing(early=True, world_size=2, accumulates=True)

@@ -51,7 +51,10 @@ def check(before: DeviceBudget, made: DeviceBudget, bound: int, units: list[Unit
         assert made == before
         return
     assert made.states == sum(units[i].states for i in made.on_device) + scratch
-    assert made.total - made.window - made.states - gradients(made, units) == before.total - before.window
+    left = before.lag - made.lag  # gradients of states that are there do not leave
+    others = made.total - made.window - made.states - gradients(made, units)
+    assert others == before.total - before.window - left
+    assert left == min(before.lag, sum(rounded(units[i].shard_grad) // 3 for i in made.on_device))
     assert made.window >= min(before.window, window)  # states take nothing that weights would use
 
 
@@ -79,9 +82,11 @@ def test_the_first_units_come_first_and_those_that_are_too_large_stay():
     units = [unit(0, 8 * MIB), *(unit(i, MIB) for i in range(1, 4)), *frozen]
     weights = sum(u.gathered for u in units)
     bare = divided(None, 0, units)
+    leaving = sum(rounded(u.shard_grad) // 3 for u in units if u.trainable)
     base = bare.total - bare.window + weights
+    gives = rounded(units[1].shard_grad) // 3  # what does not leave
     for fitting in range(4):
-        bound = base + fitting * 14 * MIB
+        bound = base + leaving + fitting * (14 * MIB - gives)
         made = place_states(divided(bound, 0, units), bound, units, 0)
         assert made.on_device == tuple(range(1, 1 + fitting))
     all_of_them = base + 11 * 14 * MIB
