@@ -287,7 +287,7 @@ ROOM_BUDGETS = {
     "app": 2793,
     "checkpoint": 4161,
     "comm": 2014,
-    "core": 2298,
+    "core": 2306,
     "data": 2722,
     "device": 1306,
     "engine": 5477,
