@@ -125,14 +125,14 @@ def as_transformers(folder: str) -> None:
 
 
 def compiled(folder: str) -> None:
-    """Blocks that are compiled, as torchtitan compiles them, train to the bit as those that are not."""
+    """Blocks that are compiled, as torchtitan compiles them, and whole models train to the bit as others."""
     runs, (_, batch) = [], models.build("llama", seed=1)
-    for compiles in (False, True):
+    for compiles in ("nothing", "blocks", "all"):
         where = recipe("fp32", ["memory.host=64MiB"])
         model = infinity.from_pretrained(folder, where, mesh=mesh_of(1, 2), tp_plan="auto").train()
         optimizer, losses = infinity.AdamW(model, lr=1e-3, max_grad_norm=1.0), []
-        for block in model.model.layers if compiles else ():
-            block.compile(backend="eager")
+        for module in {"nothing": [], "blocks": model.model.layers, "all": [model]}[compiles]:
+            module.compile(backend="eager")
         for step in range(3):
             loss = model(**batch(step)).loss
             loss.backward()
@@ -140,7 +140,7 @@ def compiled(folder: str) -> None:
             losses.append((loss.item(), optimizer.grad_norm))
         infinity.close(model)
         runs.append(losses)
-    assert runs[0] == runs[1]
+    assert runs[0] == runs[1] == runs[2]
 
 
 def test_the_plan_auto_gives_the_gradients_of_transformers(tmp_path):

@@ -436,10 +436,14 @@ class Construction:
                 if s.is_tile and s.is_last:
                     s.whole.data = placeholder(s.whole_shape, unit.dtype, self.device)
                     self._tile(s.whole)
-        for served in (m._parameters for root in roots for m in root.modules() if units.parts):
-            if isinstance(served, ServedParameters):
+        for module in (m for root in roots for m in root.modules() if units.parts):
+            if isinstance(served := module._parameters, ServedParameters):
                 found = ((name, units.parts.get(id(param))) for name, param in dict.items(served))
                 served.divided = {name: part for name, part in found if part is not None}
+                if served.divided and isinstance(module, nn.Embedding):
+                    hidden: Any = torch.compiler.disable  # its mask is for a hook: graphs may end between
+                    module.__dict__["forward"], hooks = hidden(module.forward), module._forward_hooks
+                    hooks.update({key: hidden(hook) for key, hook in hooks.items()})
         check_heads(roots, units.parts)
         self._finished = len(units)
         for module in (m for root in roots for m in root.modules()):
