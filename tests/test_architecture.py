@@ -295,7 +295,7 @@ ROOM_BUDGETS = {
     "nvme": 1213,
     "observe": 978,
     "optim": 2908,
-    "partition": 3157,
+    "partition": 3155,
     "planner": 2738,
     "predict": 5261,
     "recipes": 1623,
