@@ -365,9 +365,9 @@ class GradientPath:
 
     def _of(self, unit: Unit, flat: Tensor, chosen: Callable[[Tensor], bool]) -> list[Tensor]:
         """Return the parts of this rank's gradient that are of ``chosen`` parameters."""
-        low = unit.shard_start
-        if all(chosen(segment.whole) for segment in unit.segments):
-            return [flat]
+        low, found = unit.shard_start, {chosen(segment.whole) for segment in unit.segments}
+        if len(found) == 1:
+            return [flat] if found.pop() else []
         within = unit.within(low, low + len(flat))
         return [flat[start - low :][:n] for s, start, _, n in within if chosen(s.whole)]
 

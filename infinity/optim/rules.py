@@ -341,17 +341,16 @@ def sum_of_squares(grad: Tensor) -> float:
     """Return the sum of squares of a CPU tensor of any shape, in float64; inf and nan propagate."""
     flat = grad.detach().reshape(-1)
     whole = flat.numel() // ROW_NUMEL * ROW_NUMEL
-    tail = flat.new_zeros(ROW_NUMEL)
-    tail[: flat.numel() - whole] = flat[whole:]
-    return math.fsum([*_row_sums(flat[:whole]), *_row_sums(tail)])
+    tail = torch.nn.functional.pad(flat[whole:], (0, -flat.numel() % LANES))  # more zeros would add nothing
+    return math.fsum([*_row_sums(flat[:whole], ROW_NUMEL), *_row_sums(tail, max(LANES, len(tail)))])
 
 
-def _row_sums(flat: Tensor) -> list[float]:
+def _row_sums(flat: Tensor, row_numel: int) -> list[float]:
     from infinity.optim import kernels
 
     if flat.dtype == torch.float16 and not kernels.converts_half():
         flat = flat.float()  # without rounding
-    table = kernels.array(flat).reshape(-1, ROW_NUMEL // LANES, LANES)
+    table = kernels.array(flat).reshape(-1, row_numel // LANES, LANES)
     sums = np.zeros((len(table), LANES))
     in_slices(
         lambda begin, end: kernels.squares(table[begin:end], sums[begin:end]),
