@@ -46,6 +46,8 @@ def train(
         figures.append((loss.item(), optimizer.grad_norm))
     if out:
         infinity.save_lora(model, out)
+    if "merged" in how:
+        infinity.export(model, f"{out}/merged", merge=True)
     if "save" in how:
         infinity.save_checkpoint(model, optimizer, how["save"])
     infinity.close(model, keep=how.get("keep", False))
@@ -54,7 +56,9 @@ def train(
 
 def as_alone(folder: str, out: str, where: list[str]) -> None:
     """Two ranks that share a batch train what one rank trains."""
-    alone, divided = (train(folder, each, where, f"{out}/{each is None}") for each in (None, mesh_of(1, 2)))
+    alone, divided = (
+        train(folder, each, where, f"{out}/{each is None}", merged=True) for each in (None, mesh_of(1, 2))
+    )
     for one, other in zip(alone, divided, strict=True):
         assert other == pytest.approx(one, rel=1e-5)
     torch.distributed.barrier()
@@ -64,6 +68,13 @@ def as_alone(folder: str, out: str, where: list[str]) -> None:
     for key, value in one.items():
         assert torch.allclose(value, other[key], rtol=1e-3, atol=1e-5), key
         assert "lora_B" not in key or value.abs().sum() > 0
+    one, other, base = (
+        load_file(f"{each}/model.safetensors")
+        for each in (f"{out}/True/merged", f"{out}/False/merged", folder)
+    )
+    for key, value in base.items():
+        assert torch.allclose(one[key], other[key], rtol=1e-3, atol=1e-5), key
+        assert "_proj" not in key or not torch.allclose(one[key], value, rtol=1e-3, atol=1e-5), key
 
 
 def goes_on(folder: str, out: str, sizes: tuple[int, int]) -> None:
