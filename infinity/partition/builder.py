@@ -2,9 +2,9 @@
 
 [Note: where a unit ends]
 A unit should be large enough for full-speed I/O and should not mix two blocks, because then it is needed
-twice as long. A new block, before which the open unit closes unless shards would be mostly padding, begins
-with a module that has children with parameters and whose class has been built before. Inside a block a unit
-closes when it holds enough bytes; small newcomers (norms, biases) may still join a full unit.
+twice as long. A new block, before which the open unit closes, begins with a module that has children with
+parameters and whose class has been built before. Inside a block a unit closes when it holds enough bytes;
+small newcomers (norms, biases) may still join a full unit.
 
 [Note: a unit that memory can hold]
 A gradient, its reduction and two units in flight are in memory at one time. On many ranks units of full-speed
@@ -41,7 +41,7 @@ from infinity.core.config import Config, SettingError, Valid, option, setting
 from infinity.core.errors import RecipeError, StateError
 from infinity.core.nbytes import parse_nbytes
 from infinity.optim.state import BLOCK_NUMEL
-from infinity.partition.unit import SHARD_QUANTUM, Segment, Unit, UnitIndex, layout, layout_tiles
+from infinity.partition.unit import Segment, Unit, UnitIndex, layout, layout_tiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,8 +224,7 @@ class UnitBuilder:
         """Take note that ``module.__init__`` begins: perhaps a new block."""
         if self._built.setdefault(type(module), False):
             outermost = not any(self._built[type(parent)] for parent in self.building)
-            least_numel = self._make_unit.keywords["world_size"] * SHARD_QUANTUM if outermost else math.inf
-            if self._open.numel >= min(least_numel, self.sizes.full_nbytes / 2 / self.dtype.itemsize):
+            if outermost or self._open.numel * self.dtype.itemsize >= self.sizes.full_nbytes / 2:
                 self.close()
         name = type(module).__name__
         if self._leaf is None and (name in self._leaf_names or _EXPERTS.search(name)):

@@ -430,8 +430,12 @@ class PlanSearch:
         return self._fastest_of(found, rung, again, fitting)
 
     def _nearby(self, rung: int) -> Candidate | None:
-        at = self._start(rung, (0,))
-        found, at = self._climb(self._faster(None, rung, self._first(*at)), rung, at, 0)
+        at, every = self._start(rung, (0,)), (len(self._order), 0)
+        found = self._faster(None, rung, self._first(*at))
+        if self._hardware.compute_s_per_move:  # which bounds do not count: more blocks may be better
+            better = self._faster(found, rung, self._first(*every))
+            found, at = better, at if better is found else every
+        found, at = self._climb(found, rung, at, 0)
         for again in self._some_sets() if found is None else ():
             found = self._faster(found, rung, again)
         if found is None or len(self._levels) == 1:

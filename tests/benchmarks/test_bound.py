@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from benchmarks.bound import bound
 from infinity.core.errors import BudgetError
 from infinity.core.plan import ActivationPlan, Hardware, Load, Place, Profile
-from infinity.planner.lifetimes import lifetimes_of
-from infinity.planner.search import _least_under, within
+from infinity.planner.lifetimes import Lifetimes, least_memory, lifetimes_of
+from infinity.planner.search import within
 from infinity.planner.simulator import play
 from tests.helpers.cases import examples
 from tests.helpers.profiles import (
@@ -25,6 +25,14 @@ from tests.helpers.profiles import (
 )
 
 pytest.importorskip("scipy", reason="an extra: bound")
+
+
+def least_under(lifetimes: Lifetimes, plan: ActivationPlan):
+    """Return bytes by position if stores took no time."""
+    asked = {None: lifetimes.backward} | {period.key: period.end for period in lifetimes.periods}
+    starts = {lifetimes.index[load.slot]: asked[load.after] for load in plan.loads}
+    places = {lifetimes.index[key]: place for key, place in plan.places.items()}
+    return least_memory(lifetimes, places, starts)
 
 
 def without_codes(profile: Profile) -> Profile:
@@ -61,7 +69,7 @@ def random_plans(draw: st.DrawFn, profile: Profile, channels: Hardware) -> Activ
     plan = ActivationPlan("any", places, tuple(loads), recomputed)
     if draw(st.booleans()):
         return plan
-    least = _least_under(lifetimes, plan)[0]
+    least = least_under(lifetimes, plan)
     return within(lifetimes, plan, channels, int(least.max(initial=0))).plan
 
 

@@ -94,17 +94,6 @@ def test_a_unit_holds_parts_of_one_block_from_the_second_block_on(target):
         assert not (later and "blocks.0" in blocks_of(unit))
 
 
-@pytest.mark.parametrize(("world_size", "blocks"), [(1, [23, 23, 23, 23, 8]), (2, [46, 46, 8])])
-def test_blocks_whose_shards_would_be_mostly_padding_share_a_unit(world_size, blocks):
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv, self.norm = nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8)  # 88 elements
-
-    built = Build(lambda: nn.Sequential(*(Block() for _ in range(100))), world_size=world_size)
-    assert [len(unit.segments) // 4 for unit in built.units] == blocks
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 16, 64, 512])
 def test_units_are_as_large_as_drives_like_and_no_larger_than_half_of_the_memory_has_room_for(ranks):
     copies = 4 if ranks == 1 else 6  # two in flight, a gradient and its update; two reductions
