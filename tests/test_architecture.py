@@ -296,7 +296,7 @@ ROOM_BUDGETS = {
     "observe": 978,
     "optim": 2907,
     "partition": 3155,
-    "planner": 2742,
+    "planner": 2738,
     "predict": 5261,
     "recipes": 1623,
     "shards": 5165,

@@ -431,11 +431,10 @@ class PlanSearch:
 
     def _nearby(self, rung: int) -> Candidate | None:
         at, every = self._start(rung, (0,)), (len(self._order), 0)
-        found = self._faster(None, rung, self._first(*at))
+        found = better = self._faster(None, rung, self._first(*at))
         if self._hardware.compute_s_per_move:  # which bounds do not count: more blocks may be better
             better = self._faster(found, rung, self._first(*every))
-            found, at = better, at if better is found else every
-        found, at = self._climb(found, rung, at, 0)
+        found, at = self._climb(better, rung, at if better is found else every, 0)
         for again in self._some_sets() if found is None else ():
             found = self._faster(found, rung, again)
         if found is None or len(self._levels) == 1:
@@ -539,11 +538,9 @@ def _peak(lifetimes: Lifetimes, places: Places) -> int:
 
 
 def plan(
-    profile: Profile,
-    hardware: Hardware,
-    capacity_nbytes: int | None = None,
+    profile: Profile, hardware: Hardware, capacity_nbytes: int | None = None,
     like: ActivationPlan | None = None,
-) -> ActivationPlan:
+) -> ActivationPlan:  # fmt: skip
     """Return the fastest plan found within the budget; without one, the lowest peak for 3 % of the step.
 
     The plan's ``capacity_nbytes`` is its rung, at most the budget: see [Note: one ladder for every budget].
@@ -628,8 +625,7 @@ def device_error(
 def _least(profile: Profile, hardware: Hardware) -> tuple[int, str]:
     """Return the smallest budget, and the operator that needs it, with its largest storages."""
     lifetimes, memory = PlanSearch(profile, hardware).lowest()
-    at = int(np.argmax(memory))
-    operator = int(lifetimes.operators[at])
+    operator = int(lifetimes.operators[at := int(np.argmax(memory))])
     gone = {p.key for p in lifetimes.periods if p.can_leave and p.begin <= at < p.end}
     away = {slot.storage for slot in profile.slots if slot.key in gone}
     there = [
@@ -637,8 +633,8 @@ def _least(profile: Profile, hardware: Hardware) -> tuple[int, str]:
         for index, storage in enumerate(profile.storages)
         if storage.kind in MADE and storage.born <= operator <= storage.dies and index not in away
     ]
-    there.sort(key=lambda storage: -storage.nbytes)
-    largest = ", ".join(f"{storage.name} {format_nbytes(storage.nbytes)}" for storage in there[:3])
+    there = sorted(there, key=lambda storage: -storage.nbytes)[:3]
+    largest = ", ".join(f"{storage.name} {format_nbytes(storage.nbytes)}" for storage in there)
     again = "recomputation before " if operator in lifetimes.operators[at + 1 :] else ""
     where = f"in {profile.operators[operator].phase}, outside blocks"
     for block in profile.blocks:
