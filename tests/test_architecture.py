@@ -287,7 +287,7 @@ ROOM_BUDGETS = {
     "app": 2793,
     "checkpoint": 4161,
     "comm": 2014,
-    "core": 2306,
+    "core": 2307,
     "data": 2722,
     "device": 1306,
     "engine": 5477,
@@ -297,7 +297,7 @@ ROOM_BUDGETS = {
     "optim": 2907,
     "partition": 3155,
     "planner": 2738,
-    "predict": 5261,
+    "predict": 5262,
     "recipes": 1623,
     "shards": 5165,
 }

@@ -31,7 +31,7 @@ BEAT_S = 1.0
 _SILENCE_S = 3.5 * BEAT_S
 #: A wait of this long makes this rank check, this often, on the others (s).
 _LOOK_S = 2.0
-#: Time between two looks for ranks that have not come to a place (s).
+#: Time between two looks for ranks that have not reached a place (s).
 _PAUSE_S = 0.005
 #: How long the store may take to answer (s).
 _PATIENCE_S = 10.0
@@ -161,12 +161,12 @@ class Peers:
         return look
 
     def come(self, place: str) -> None:
-        """Count this rank among those that have come to ``place``."""
+        """Count this rank among those that have reached ``place``."""
         with suppress(RuntimeError):  # the store is gone: explained() says so
             self._store.add(place, 1)
 
     def wait_for_all(self, place: str, what: str) -> None:
-        """Return when all ranks have come to ``place``; raises as they ended, or a PeerError. Any thread."""
+        """Return when all ranks have reached ``place``; PeerError: one failed or stalls. Any thread."""
         look = self.watch(what)
         while (error := look()) is None:
             try:

@@ -274,10 +274,11 @@ def divide_device(
         freed = sum(may_spill[place] for place in spilled)
         grad, needed, working = grad - freed, needed - freed + back, working + back
         waits = [u for i, u in enumerate(units) if u.waits and i not in spilled]
-    lag = [u for u in units if u.streams and u.on_nvme and u.trainable and not sharing.in_host]
-    backlog_all = rounded_sum(u.shard_weight + (0 if u.waits else u.shard_grad) for u in lag)
-    if sharing.in_host:  # as many as leave in a forward, a third of a step
+    if sharing.in_host:  # as many gradients as leave in a forward, a third of a step
         backlog_all = sum(rounded(u.shard_grad) // 3 for u in units if u.trainable and not u.waits)
+    else:
+        lag = (u for u in units if u.streams and u.on_nvme and u.trainable)
+        backlog_all = rounded_sum(u.shard_weight + (0 if u.waits else u.shard_grad) for u in lag)
     if total is None:
         window_all = sum(u.gathered for u in units if u.streams)
         total = max(needed, min(needed + backlog_all + min(window_all, 4 * window_least), ceiling))

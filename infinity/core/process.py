@@ -11,8 +11,8 @@ parent's files. So everything that must be closed hangs on an :class:`OwnedStack
 [Note: dropped without close]
 The garbage collector calls finalizers on any thread, inside any lock. So a finalizer hands the stack to a
 thread that closes it. What holds threads and files refers to its users :func:`weakly`, or the stack's holder
-is never collected. That thread ends before the interpreter is taken apart: one that asks for Python then is
-ended by force, and C++ code that it is in (the end of a process group, a sum) aborts the process.
+is never collected. That thread ends before the interpreter does: a thread that waits for the interpreter's
+lock later is ended by force, and if it is in C++ code (the end of a process group, a sum) the process aborts.
 
 [Note: Ctrl-C]
 A signal's handler raises between any two bytecodes of the main thread, and only there. Lines between which

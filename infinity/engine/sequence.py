@@ -131,9 +131,9 @@ class SequenceRanks:
             raise StateError("infinity.SequenceRanks divides this model's sequences already")
         if why := unseparated(model):
             raise RecipeError(f"train.sequence_ranks={self.count}: {why}; wanted 1")
-        ours = "sinks", "attn_logit_softcapping"
-        able = any(getattr(each, name, None) is not None for each in model.modules() for name in ours)
-        if not (model._supports_sdpa or able):
+        computed_here = "sinks", "attn_logit_softcapping"
+        found = (getattr(each, name, None) for each in model.modules() for name in computed_here)
+        if not (model._supports_sdpa or any(each is not None for each in found)):
             raise RecipeError(
                 f"train.sequence_ranks={self.count}: {type(model).__name__} has attention that torch's "
                 "scaled_dot_product_attention does not compute; wanted 1"

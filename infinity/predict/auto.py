@@ -144,7 +144,8 @@ def _found(recipe: Recipe, ranks: int, device: torch.device, free: tuple[int, in
 
     machine = _with_free_memory(_measured(recipe, device), free)
     found = find_best(recipe, machine, ranks, FREE - recipe.left_open, say=check, fixed_stay=True)
-    took, values = f"planned in {time.monotonic() - began_s:.0f} s", _chosen(recipe, found)
+    took = f"planned in {time.monotonic() - began_s:.0f} s"
+    values = _chosen(recipe, found)
     return Choice(values, f"auto: {_described(values, found)}; {took}", *free)
 
 
